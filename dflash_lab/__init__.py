@@ -1,0 +1,46 @@
+"""The workbench for block sizes in DFlash speculative decoding.
+
+Every public name is imported on first use: `import dflash_lab` loads no framework.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "PairSpec": "config",
+    "DecodeConfig": "config",
+    "SweepConfig": "config",
+    "Prompt": "prompts",
+    "load_prompts": "prompts",
+    "Trace": "trace",
+    "tau": "trace",
+    "load_pair": "load",
+    "stream": "decoding",
+    "decode": "decoding",
+    "Run": "store",
+    "open_run": "store",
+    "sweep": "sweeps",
+    "block_frame": "analyse",
+    "prompt_frame": "analyse",
+    "cell_frame": "analyse",
+    "choose": "analyse",
+    "explore": "explorer",
+    "show_trace": "tokens",
+    "report": "reports",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dflash_lab' has no attribute {name!r}")
+    value = getattr(import_module(f"dflash_lab.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

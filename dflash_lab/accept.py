@@ -1,0 +1,30 @@
+"""Decisions on whole numbers: what is accepted, what is kept. No framework, no options."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the draft proposed in one block and what the target said to it."""
+
+    drafted: tuple[int, ...]  # block_size - 1 tokens
+    posterior: tuple[int, ...]  # the target's choice after each entry: block_size tokens
+    finite: bool = True  # False where the draft's logits were not finite numbers
+
+
+def matched_prefix(verdict: Verdict) -> int:
+    """How many drafted tokens the target would have chosen itself, counted from the anchor."""
+    pairs = zip(verdict.drafted, verdict.posterior[:-1], strict=True)  # unequal lengths are a bug
+    return next((i for i, (d, p) in enumerate(pairs) if d != p), len(verdict.drafted))
+
+
+def kept(tokens: Sequence[int], stop_tokens: Collection[int], budget: int) -> int:
+    """How many of a block's tokens the output takes: up to a stop token, within the budget."""
+    stop = next((i + 1 for i, token in enumerate(tokens) if token in stop_tokens), len(tokens))
+    return min(stop, budget)
+
+
+RULES = {"match": matched_prefix}

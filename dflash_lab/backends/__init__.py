@@ -1,0 +1,91 @@
+"""What a backend must do: load a pair, and five verbs on one prompt. Whole numbers in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dflash_lab.accept import Verdict
+from dflash_lab.checkpoint import DraftConfig
+
+
+class Session(Protocol):
+    """One prompt being decoded. Owns both models' caches; knows nothing of acceptance."""
+
+    def prefill(self, prompt: Sequence[int]) -> int:
+        """Run the target over the prompt; its choice of the first new token."""
+
+    def draft(self, anchor: int, block_size: int) -> Any:
+        """A block of the anchor and `block_size - 1` drafted tokens, opaque, on the device."""
+
+    def verify(self, block: Any, rows: int | None = None) -> Verdict:
+        """Run the target over the block, or over its first `rows` entries."""
+
+    def commit(self, accepted: int) -> None:
+        """Keep the anchor and the accepted tokens of the block just verified, undo the rest."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was asked for."""
+
+    def close(self) -> None:
+        """Free the caches; the target is as it was found."""
+
+    @property
+    def draft_cache_tokens(self) -> int:
+        """Committed positions the draft saw at its last pass."""
+
+    @property
+    def draft_cache_bytes(self) -> int:
+        """Bytes of the draft's cache of committed positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What a library's own generator made of a prompt."""
+
+    tokens: tuple[int, ...]
+    ttft_s: float
+    total_s: float
+
+
+class Models(Protocol):
+    """A target and a draft in memory, shared by the sessions opened on them."""
+
+    dtype: str
+    device: str
+    context_limit: int
+    end_tokens: frozenset[int]  # from the model's own configurations
+
+    def session(self, draft_window: int | None, speculate: bool) -> Session:
+        """A session of its own caches; without `speculate` it pays for no draft and no features."""
+
+    def library_generate(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]
+    ) -> Generated:
+        """Greedy decoding by the library's own generator: the independent reference."""
+
+    def peak_bytes(self) -> int | None:
+        """Peak memory since the last call, of the device, or of the process on a CPU."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for provenance: versions, attention kernel, threads."""
+
+
+class Backend(Protocol):
+    """Loads pairs."""
+
+    def load(
+        self, target: Path, draft: Path, config: DraftConfig, dtype: str, device: str
+    ) -> Models:
+        """Both models of a pair; raises where they do not fit together."""
+
+
+def open_backend(name: str) -> Backend:
+    """The backend of that name; its framework is imported now and not before."""
+    if name == "torch":
+        from dflash_lab.backends.torch_session import TorchBackend
+
+        return TorchBackend()
+    raise ValueError(f"backend is {name!r}; this version has 'torch'.")

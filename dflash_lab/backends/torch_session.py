@@ -1,0 +1,318 @@
+"""The torch verbs: prefill, draft, verify, commit on one prompt, and the pair they run on."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from dflash_lab.accept import Verdict
+from dflash_lab.backends import Generated
+from dflash_lab.backends.torch_model import ContextCache, DraftNetwork, load_network
+from dflash_lab.backends.torch_target import TorchTarget, load_target, take_back
+from dflash_lab.checkpoint import DraftConfig, MaskIdOutOfRange, WidthMismatch
+
+PREFILL_CHUNK = 1024  # tokens; bounds the memory of a long prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBlock:
+    """The anchor and the drafted tokens, still on the device."""
+
+    tokens: Tensor  # int64 [1, block_size]
+    finite: Tensor | None  # bool [], None where nothing was drafted
+
+
+class TorchSession:
+    """One prompt being decoded with a torch pair."""
+
+    def __init__(
+        self,
+        target: TorchTarget,
+        draft: DraftNetwork | None,
+        draft_window: int | None,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ):
+        self.target = target
+        self.network = draft
+        self.prefill_chunk = prefill_chunk
+        self.taps = draft.config.target_layer_ids if draft is not None else ()
+        self.window = _cache_window(draft.config, draft_window) if draft is not None else None
+        self.draft_window = draft_window
+        self.cache = target.new_cache()
+        self.context = ContextCache(self.window)
+        self.pending: list[Tensor] = []  # features [1, rows, fused] the draft has not seen yet
+        self.committed = 0  # positions in the target's cache: the anchor comes next
+        self._rows: Tensor | None = None  # features of the block just verified
+        self._verified = 0
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Sequence[int]) -> int:
+        ids = torch.tensor([list(prompt)], device=self.target.device)
+        for chunk in ids.split(self.prefill_chunk, dim=1):
+            logits, features = self.target.logits(chunk, self.cache, self.taps, last_only=True)
+            self.committed += chunk.shape[1]
+            if features is not None:
+                self._remember(features)
+        return int(logits[0, -1].argmax())
+
+    @torch.inference_mode()
+    def draft(self, anchor: int, block_size: int) -> TorchBlock:
+        first = torch.tensor([[anchor]], device=self.target.device)
+        if block_size == 1:
+            return TorchBlock(first, None)
+        network = self._draft_network()
+        self._feed(network)
+        masks = first.new_full((1, block_size - 1), network.config.mask_token)
+        embedded = self.target.embedding(torch.cat((first, masks), dim=1))[None]
+        anchors = first.new_full((1, 1), self.committed)
+        states = network(
+            embedded, anchors, self.context.layers(), self._context_positions(), self.draft_window
+        )
+        logits = self.target.head(states[0, 0, 1:])
+        drafted = logits.argmax(-1)
+        finite = torch.isfinite(logits.amax(-1)).all()
+        return TorchBlock(torch.cat((first, drafted[None]), dim=1), finite)
+
+    @torch.inference_mode()
+    def verify(self, block: TorchBlock, rows: int | None = None) -> Verdict:
+        tokens = block.tokens[:, :rows]
+        logits, self._rows = self.target.logits(tokens, self.cache, self.taps)
+        self._verified = tokens.shape[1]
+        chosen = logits[0].argmax(-1)
+        # One transfer a block: drafted, chosen and the flag travel together.
+        flag = tokens.new_ones(1) if block.finite is None else block.finite[None].long()
+        numbers = torch.cat((tokens[0], chosen, flag)).tolist()
+        count = self._verified
+        return Verdict(
+            drafted=tuple(numbers[1:count]),
+            posterior=tuple(numbers[count : 2 * count]),
+            finite=bool(numbers[-1]),
+        )
+
+    def commit(self, accepted: int) -> None:
+        keep = accepted + 1
+        take_back(self.cache, self._verified - keep)
+        if self._rows is not None:
+            self._remember(self._rows[:, :keep])
+        self.committed += keep
+        self._rows, self._verified = None, 0
+
+    def synchronize(self) -> None:
+        synchronize(self.target.device)
+
+    def close(self) -> None:
+        self.cache, self.context = self.target.new_cache(), ContextCache(self.window)
+        self.pending, self._rows, self.committed = [], None, 0
+
+    @property
+    def draft_cache_tokens(self) -> int:
+        return len(self.context)
+
+    @property
+    def draft_cache_bytes(self) -> int:
+        return self.context.allocated_bytes
+
+    def _draft_network(self) -> DraftNetwork:
+        if self.network is None:
+            raise RuntimeError("this session was opened without a draft; its block size is 1.")
+        return self.network
+
+    def _remember(self, features: Tensor) -> None:
+        """Keep features for the next draft pass, no more of them than it may see."""
+        self.pending.append(features)
+        if self.window is not None:
+            held = sum(part.shape[1] for part in self.pending)
+            while held - self.pending[0].shape[1] >= self.window:
+                held -= self.pending.pop(0).shape[1]
+            if held > self.window:
+                self.pending[0] = self.pending[0][:, held - self.window :]
+
+    def _feed(self, network: DraftNetwork) -> None:
+        """Turn pending features into context keys and values, up to just before the anchor."""
+        if not self.pending:
+            return
+        features = torch.cat(self.pending, dim=1) if len(self.pending) > 1 else self.pending[0]
+        self.pending = []
+        first = self.committed - features.shape[1]
+        if first > self.context.end:
+            self.context = ContextCache(self.window)  # all it held has left the window
+            self.context.skip_to(first)
+        positions = torch.arange(first, self.committed, device=features.device)
+        self.context.append(network.context(features, positions))
+
+    def _context_positions(self) -> Tensor | None:
+        """Absolute positions of the context rows, needed only where a layer has its own window."""
+        if self.network is None or all(w is None for w in self.network.config.layer_windows):
+            return None
+        start = self.context.end - len(self.context)
+        return torch.arange(start, self.context.end, device=self.target.device)
+
+
+def _cache_window(config: DraftConfig, draft_window: int | None) -> int | None:
+    """How many committed positions are worth keeping: the widest that any layer may see."""
+    widest = [None if window is None else max(1, window - 1) for window in config.layer_windows]
+    limits = [window for window in widest if window is not None]
+    own = max(limits) if len(limits) == len(widest) else None
+    if own is None or draft_window is None:
+        return draft_window if own is None else own
+    return min(own, draft_window)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class _FirstToken:
+    """A streamer that notes when the first new token came."""
+
+    def __init__(self) -> None:
+        self.calls, self.at = 0, 0.0
+
+    def put(self, value: Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first call brings the prompt
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+class TorchModels:
+    """A target and a draft in torch."""
+
+    def __init__(self, target: TorchTarget, draft: DraftNetwork):
+        check_fit(target, draft.config)
+        self.target, self.draft = target, draft
+        self.dtype = str(target.dtype).removeprefix("torch.")
+        self.device = str(target.device)
+        self.context_limit = target.context_limit
+        self.end_tokens = frozenset(_end_tokens(target.model))
+
+    def session(self, draft_window: int | None, speculate: bool) -> TorchSession:
+        return TorchSession(self.target, self.draft if speculate else None, draft_window)
+
+    @torch.inference_mode()
+    def library_generate(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]
+    ) -> Generated:
+        ids = torch.tensor([list(prompt)], device=self.target.device)
+        settings = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(stop_tokens) or None,
+            pad_token_id=min(stop_tokens, default=0),
+        )
+        first = _FirstToken()
+        began = time.perf_counter()
+        out = self.target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            streamer=first,
+        )
+        synchronize(self.target.device)
+        total = time.perf_counter() - began
+        return Generated(
+            tokens=tuple(out[0, ids.shape[1] :].tolist()), ttft_s=first.at - began, total_s=total
+        )
+
+    def peak_bytes(self) -> int | None:
+        if self.target.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.target.device)
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+            return peak
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def describe(self) -> dict[str, Any]:
+        device = self.target.device
+        return {
+            "attention": self.target.config._attn_implementation,
+            "threads": torch.get_num_threads(),
+            "device": self.device,
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "cuda": torch.version.cuda,
+        }
+
+
+def _end_tokens(model: Any) -> list[int]:
+    found: list[int] = []
+    for config in (model.config, model.generation_config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            found += [ids] if isinstance(ids, int) else list(ids)
+    return found
+
+
+def check_fit(target: TorchTarget, config: DraftConfig) -> None:
+    """Raise where the draft was made for a target of another shape."""
+    if config.hidden_size != target.hidden_size:
+        raise WidthMismatch(
+            f"the draft's hidden size is {config.hidden_size}, the target's is "
+            f"{target.hidden_size}. This draft was trained for another target."
+        )
+    layers = len(target.layers)
+    if max(config.target_layer_ids) >= layers:
+        raise WidthMismatch(
+            f"the draft reads target layers {list(config.target_layer_ids)}, but this target has "
+            f"layers 0 to {layers - 1}. This draft was trained for another target."
+        )
+    rows = target.embedding.weight.shape[0]
+    if config.mask_token >= rows:
+        raise MaskIdOutOfRange(
+            f"the draft's mask token is {config.mask_token}, but the target's embedding has "
+            f"{rows} rows (0 to {rows - 1})."
+        )
+    if config.vocab_size > rows:
+        raise WidthMismatch(
+            f"the draft's vocabulary has {config.vocab_size} entries, the target's {rows}."
+        )
+
+
+class TorchBackend:
+    """Loads pairs into torch."""
+
+    def load(
+        self, target: Path, draft: Path, config: DraftConfig, dtype: str, device: str
+    ) -> TorchModels:
+        place = pick_device(device)
+        number = pick_dtype(dtype, place)
+        loaded = load_target(target, number, place)
+        check_fit(loaded, config)
+        return TorchModels(loaded, load_network(draft, config, number, place))
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is cuda, else mps, else cpu; another name is checked before anything is loaded."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}; expected auto, cpu, cuda, cuda:0 or mps.") from error
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if not there.get(device.type, lambda: True)():
+        raise ValueError(f"device is {name!r}, but this machine has no {device.type}. Use auto.")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, name)

@@ -1,0 +1,258 @@
+"""The one loop: draft, verify, decide, commit. `stream` to watch it, `decode` for the trace."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from dflash_lab.accept import RULES, kept
+from dflash_lab.backends import Session
+from dflash_lab.checkpoint import CheckpointError
+from dflash_lab.config import DecodeConfig
+from dflash_lab.load import Pair, PromptLike
+from dflash_lab.trace import BlockRecord, DecodeRequest, PrefillRecord, StageSeconds, Trace
+
+Record = PrefillRecord | BlockRecord
+SILENT_BLOCKS = 30  # so many blocks without one accepted token are worth a word
+
+
+class BlockSizeWarning(UserWarning):
+    """The block size used is not the one asked for."""
+
+
+class AcceptanceWarning(UserWarning):
+    """The draft is of no use in this run, although the text is right."""
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds of a block and of its stages; the device is waited for where a figure is read."""
+
+    synchronize: Callable[[], None]
+    stages: bool
+    began: float = 0.0
+    last: float = 0.0
+    laps: dict[str, float] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        self.began = self.last = time.perf_counter()
+        self.laps = {}
+
+    def lap(self, stage: str) -> None:
+        if self.stages:
+            self.synchronize()
+            now = time.perf_counter()
+            self.laps[stage], self.last = now - self.last, now
+
+    def total(self) -> float:
+        self.synchronize()
+        return time.perf_counter() - self.began
+
+    def read(self) -> StageSeconds:
+        return StageSeconds(total=self.total(), **self.laps)
+
+
+def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) -> Iterator[Record]:
+    """Decode one prompt, yielding a record of the prefill and then of each block.
+
+    What the caller does between two records is not counted.
+    """
+    rule = RULES[request.rule]
+    watch = Stopwatch(session.synchronize, stages=request.timing == "stages")
+    watch.restart()
+    anchor = session.prefill(prompt)
+    yield PrefillRecord(prompt_length=len(prompt), token=anchor, seconds=watch.total())
+
+    index, start = 0, len(prompt)
+    budget = min(request.max_new_tokens, request.context_limit - start) - 1
+    while budget > 0 and anchor not in request.stop_tokens:
+        watch.restart()
+        block = session.draft(anchor, min(request.block_size, request.context_limit - start))
+        watch.lap("draft")
+        verdict = session.verify(block)
+        watch.lap("verify")
+        accepted = rule(verdict)
+        session.commit(accepted)
+        watch.lap("commit")
+        tokens = (*verdict.drafted[:accepted], verdict.posterior[accepted])
+        emitted = kept(tokens, request.stop_tokens, budget)
+        yield BlockRecord(
+            index=index,
+            start=start,
+            anchor=anchor,
+            verdict=verdict,
+            accepted=accepted,
+            emitted=emitted,
+            draft_cache_tokens=session.draft_cache_tokens,
+            draft_cache_bytes=session.draft_cache_bytes,
+            seconds=watch.read(),
+        )
+        index, start, budget = index + 1, start + emitted, budget - emitted
+        anchor = tokens[emitted - 1]
+
+
+def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
+    """Make a `DecodeConfig` definite for a pair; a block size above the trained one is lowered.
+
+    Order: the argument, then the draft's config (nested before top level), then 16.
+    """
+    draft = pair.draft_config
+    requested, trained = config.block_size, draft.trained_block_size
+    if requested is None:
+        size, source = draft.block_size, f"draft config: {draft.sources['block_size']}"
+    else:
+        size, source = requested, config.block_size_source or "argument"
+    if size > trained and not config.beyond_trained:
+        warnings.warn(
+            f"block size {size} is above the {trained} that this draft was trained with; using "
+            f"{trained}. Pass beyond_trained=True to insist.",
+            BlockSizeWarning,
+            stacklevel=3,
+        )
+        size = trained
+    for layer, window in enumerate(draft.layer_windows):
+        if window is not None and window < size:
+            raise CheckpointError(
+                f"layer {layer} of the draft slides over {window} positions, fewer than the block "
+                f"size {size}. Use a block size of at most {window}."
+            )
+    ends = frozenset() if config.ignore_end else pair.stop_tokens
+    return DecodeRequest(
+        block_size=size,
+        block_size_requested=requested,
+        block_size_source=source,
+        trained_block_size=trained,
+        beyond_trained=size > trained,
+        draft_window=config.draft_window,
+        window_rule="per_block",
+        layer_windows=draft.layer_windows,
+        max_new_tokens=config.max_new_tokens,
+        context_limit=pair.models.context_limit,
+        stop_tokens=ends | frozenset(config.stop_tokens),
+        rule=config.rule,
+        proposal=config.proposal,
+        temperature=config.temperature,
+        timing=config.timing,
+    )
+
+
+def check_prompt(pair: Pair, ids: Sequence[int]) -> None:
+    """Raise ValueError for a prompt that is empty or leaves no room for a token."""
+    limit = pair.models.context_limit
+    if not ids:
+        raise ValueError("the prompt is empty; give text, chat messages or token ids.")
+    if len(ids) >= limit:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, but the target's context holds {limit}, new tokens "
+            "included. Shorten the prompt."
+        )
+
+
+def stream(
+    pair: Pair,
+    prompt: PromptLike,
+    config: DecodeConfig | None = None,
+    *,
+    chat: bool = True,
+    thinking: bool | None = None,
+) -> Iterator[Record]:
+    """Decode and yield each record as it is made: first the prefill's, then one a block.
+
+    Settings and prompt are checked at the call, before the first record is asked for. The session
+    is closed when the iterator ends, is closed or is dropped.
+    """
+    request = resolve_request(pair, config or DecodeConfig())
+    ids = pair.encode(prompt, chat, thinking).ids
+    check_prompt(pair, ids)
+    return _records(pair, ids, request)
+
+
+def _records(pair: Pair, ids: Sequence[int], request: DecodeRequest) -> Iterator[Record]:
+    session = pair.models.session(request.draft_window, speculate=request.block_size > 1)
+    with closing(session):
+        yield from run_blocks(session, ids, request)
+
+
+def decode(
+    pair: Pair,
+    prompt: PromptLike,
+    config: DecodeConfig | None = None,
+    *,
+    chat: bool = True,
+    thinking: bool | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Trace:
+    """Decode one prompt to its trace.
+
+    `should_stop` is asked once a block; where it says yes the trace so far is returned, its finish
+    reason `cancelled`.
+    """
+    request = resolve_request(pair, config or DecodeConfig())
+    encoded = pair.encode(prompt, chat, thinking)
+    check_prompt(pair, encoded.ids)
+    pair.models.peak_bytes()
+    records: list[Record] = []
+    cancelled = False
+    began = time.perf_counter()
+    with closing(_records(pair, encoded.ids, request)) as source:
+        for record in source:
+            records.append(record)
+            if cancelled := should_stop():
+                break
+    total = time.perf_counter() - began
+    prefill, blocks = records[0], tuple(records[1:])
+    assert isinstance(prefill, PrefillRecord)
+    tokens = (prefill.token, *(token for block in blocks for token in block.tokens))
+    return Trace(
+        request=request,
+        prompt_ids=encoded.ids,
+        prefill=prefill,
+        blocks=blocks,
+        text=pair.text(tokens),
+        finish_reason=finish_reason(tokens, len(encoded.ids), request, cancelled),
+        total_s=total,
+        peak_bytes=pair.models.peak_bytes(),
+        thinking=encoded.thinking,
+        warnings=_warn(complaints(blocks)),
+    )
+
+
+def finish_reason(
+    tokens: Sequence[int], prompt_length: int, request: DecodeRequest, cancelled: bool
+) -> str:
+    """Why the output ended: an end token goes before a limit reached by the same token."""
+    if tokens[-1] in request.stop_tokens:
+        return "stop"
+    if len(tokens) == request.max_new_tokens:
+        return "length"
+    if prompt_length + len(tokens) == request.context_limit:
+        return "context"
+    assert cancelled
+    return "cancelled"
+
+
+def complaints(blocks: Sequence[BlockRecord]) -> tuple[str, ...]:
+    """What is wrong with a draft whose text is right all the same."""
+    found: list[str] = []
+    drafting = [block for block in blocks if block.drafted]
+    if any(not block.verdict.finite for block in drafting):
+        first = next(block.index for block in drafting if not block.verdict.finite)
+        found.append(
+            f"draft logits not finite from block {first} on: the draft's numbers overflow in this "
+            "dtype, and nothing it says is accepted. Use bfloat16 or float32, or check the weights."
+        )
+    if len(drafting) >= SILENT_BLOCKS and not any(block.accepted for block in drafting):
+        found.append(
+            f"0 accepted in {len(drafting)} blocks. The usual causes: a draft of another target, "
+            "dtype, thinking mode or template, target_layer_ids off by one, RoPE base."
+        )
+    return tuple(found)
+
+
+def _warn(found: tuple[str, ...]) -> tuple[str, ...]:
+    for complaint in found:
+        warnings.warn(complaint, AcceptanceWarning, stacklevel=3)
+    return found

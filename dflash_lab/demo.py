@@ -1,0 +1,65 @@
+"""The demo: the embedded pair, one sweep, an exactness check, figures and the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_lab.analyse import Choice, choose
+from dflash_lab.config import DecodeConfig, SweepConfig
+from dflash_lab.exactness import check_exactness
+from dflash_lab.load import load_pair
+from dflash_lab.plot import save_figures
+from dflash_lab.prompts import load_prompts
+from dflash_lab.reports import report
+from dflash_lab.store import Run
+from dflash_lab.sweeps import SweepProgress, sweep
+
+SWEEP = SweepConfig(
+    pair="smollm2",
+    dtype="bfloat16",
+    block_sizes=(1, 2, 4, 6, 8, 12, 16),
+    draft_windows=(None, 64, 16),
+    windowed_block_sizes=(4, 8, 16),
+    plain_dtypes=("float32",),
+    library_baseline=True,
+    max_prompts=12,
+    max_new_tokens=48,
+)
+EXACTNESS = DecodeConfig(block_size=8, max_new_tokens=48)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo made."""
+
+    run: Run
+    choice: Choice
+    report: Path
+    seconds: float
+
+
+def run_demo(
+    out: Path,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[SweepProgress], None] | None = None,
+) -> DemoResult:
+    """Measure the embedded pair into `out`; what an earlier run finished is not done again."""
+    began = time.monotonic()
+    say("sweep: 7 block sizes at the full window, 3 of them at windows 64 and 16, 12 prompts")
+    run = sweep(SWEEP, out, progress=progress)
+    if run.failed:
+        raise RuntimeError(
+            f"{len(run.failed)} cells failed; see failed.json in {out / 'cells'}, then run again."
+        )
+    if run.check("exactness") is None:
+        say("exactness: float32, beside transformers' own generator")
+        pair = load_pair("smollm2", dtype="float32", device=SWEEP.device)
+        prompts = load_prompts(SWEEP.prompts, limit=SWEEP.max_prompts)
+        run.write_check("exactness", check_exactness(pair, prompts, EXACTNESS))
+    say("figures and report")
+    save_figures(run, out / "figures")
+    path = report(run)
+    return DemoResult(run=run, choice=choose(run), report=path, seconds=time.monotonic() - began)

@@ -1,0 +1,290 @@
+"""From a name, folders or hub ids to a pair in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.backends import Models, open_backend
+from dflash_lab.checkpoint import CheckpointError, DraftConfig, draft_fingerprint, read_draft_config
+from dflash_lab.config import PairSpec
+from dflash_lab.embedded import embedded_target
+from dflash_lab.prompts import DATA
+
+EMBEDDED = {"smollm2": DATA / "drafts" / "smollm2-135m-dflash-b16"}
+FINGERPRINT = "fingerprint.txt"
+
+Message = Mapping[str, str]
+PromptLike = str | Sequence[Message] | Sequence[int]
+
+
+class DraftConfigWarning(UserWarning):
+    """Something in a draft's configuration that its user should see."""
+
+
+class ModelUnavailable(OSError):
+    """A model that is neither a folder here nor to be had from the hub."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A prompt as token ids, and how its template's thinking switch stood."""
+
+    ids: tuple[int, ...]
+    thinking: str  # "on", "off", "template default", "no template"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """A target and the draft trained for it, loaded."""
+
+    spec: PairSpec
+    models: Models
+    draft_config: DraftConfig
+    tokenizer: Any  # a transformers tokenizer; None where only token ids are used
+    fingerprint: Mapping[str, str]  # hashes and revisions of target, draft and template
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """End tokens of the model's configurations and of the tokenizer, joined."""
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        return self.models.end_tokens | ({end} if end is not None else set())
+
+    def encode(
+        self, prompt: PromptLike, chat: bool = True, thinking: bool | None = None
+    ) -> Encoded:
+        """Token ids of text (through the chat template unless `chat=False`), messages, or ids.
+
+        Raises ValueError for an empty prompt, and for `thinking` where the template has no switch.
+        """
+        if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], Mapping):
+            return Encoded(ids=tuple(int(token) for token in prompt), thinking="no template")
+        if not prompt:
+            raise ValueError("the prompt is empty; give text, chat messages or token ids.")
+        if self.tokenizer is None:
+            raise ValueError("this pair has no tokenizer; give the prompt as token ids.")
+        if isinstance(prompt, str) and not chat:
+            return Encoded(ids=flat_ids(self.tokenizer(prompt)), thinking="no template")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            raise ValueError("this tokenizer has no chat template; pass chat=False.")
+        if switch and "enable_thinking" not in str(template):
+            raise ValueError(
+                f"thinking is {thinking}, but this chat template has no such switch. Leave it out."
+            )
+        ids = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **switch
+        )
+        named = {None: "template default", True: "on", False: "off"}[thinking]
+        return Encoded(ids=flat_ids(ids), thinking=named)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The tokens as text, a stop token at the end left out; special tokens are shown."""
+        if self.tokenizer is None:
+            return ""
+        if tokens and tokens[-1] in self.stop_tokens:
+            tokens = tokens[:-1]
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def pieces(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """What each token adds to the text: the pieces joined are `text(tokens)`.
+
+        A character split over several tokens belongs to the last of them, the others add nothing.
+        """
+        whole, pieces, shown = self.text(tokens), [], 0
+        for count in range(1, len(tokens) + 1):
+            text = whole if count == len(tokens) else self.text_so_far(tokens[:count])
+            if count < len(tokens) and (text.endswith("\ufffd") or not whole.startswith(text)):
+                text = whole[:shown]
+            pieces.append(text[shown:])
+            shown = max(shown, len(text))
+        return tuple(pieces)
+
+    def text_so_far(self, tokens: Sequence[int]) -> str:
+        """The text of a beginning, a stop token at its end included."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def flat_ids(encoded: Any) -> tuple[int, ...]:
+    """One flat tuple of ids from a list, a nested list, a tensor or a mapping."""
+    if isinstance(encoded, Mapping) or hasattr(encoded, "keys"):
+        encoded = encoded["input_ids"]
+    if hasattr(encoded, "tolist"):
+        encoded = encoded.tolist()
+    while len(encoded) == 1 and isinstance(encoded[0], list | tuple):
+        encoded = encoded[0]
+    return tuple(int(token) for token in encoded)
+
+
+def load_pair(
+    name: str | None = None,
+    *,
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    target_revision: str | None = None,
+    draft_revision: str | None = None,
+    backend: str = "torch",
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Callable[[str], None] | None = None,
+) -> Pair:
+    """Load a pair by name (`smollm2`), or by the folders or hub ids of its two models.
+
+    Settings are checked before anything is read. Raises ValueError for an unknown name or models
+    that do not fit together, `CheckpointError` kinds for a faulty draft, `ModelUnavailable` where a
+    model cannot be had.
+    """
+    spec = pair_spec(
+        name,
+        target=target,
+        draft=draft,
+        target_revision=target_revision,
+        draft_revision=draft_revision,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+    )
+    return load_spec(spec, progress)
+
+
+def pair_spec(
+    name: str | None = None,
+    *,
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    target_revision: str | None = None,
+    draft_revision: str | None = None,
+    backend: str = "torch",
+    dtype: str = "auto",
+    device: str = "auto",
+) -> PairSpec:
+    """The checked description of a pair; nothing is loaded."""
+    if name is not None and (target is not None or draft is not None):
+        raise ValueError(f"give a pair's name ({name!r}) or target= and draft=, not both.")
+    if name is not None and name not in EMBEDDED:
+        raise ValueError(
+            f"there is no pair {name!r}; known is {', '.join(map(repr, EMBEDDED))}. "
+            "Any other pair is named by target= and draft=, folders or hub ids."
+        )
+    if name is None and (target is None or draft is None):
+        raise ValueError("a pair needs a name, or both target= and draft=.")
+    return PairSpec(
+        target=name if name is not None else str(target),
+        draft=str(EMBEDDED[name]) if name is not None else str(draft),
+        target_revision=target_revision,
+        draft_revision=draft_revision,
+        name=name,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> Pair:
+    """Load what a `PairSpec` describes."""
+    draft_folder = resolve(spec.draft, spec.draft_revision, "draft", DRAFT_FILES)
+    config = read_draft_config(draft_folder)
+    for note in config.notes:
+        warnings.warn(note, DraftConfigWarning, stacklevel=3)
+    if spec.name is not None:
+        target_folder = embedded_target(progress=progress)
+    else:
+        target_folder = resolve(spec.target, spec.target_revision, "target", TARGET_FILES)
+    if not (target_folder / "config.json").is_file():
+        raise ModelUnavailable(f"there is no config.json in {target_folder}: not a model folder.")
+    models = open_backend(spec.backend).load(
+        target_folder, draft_folder, config, spec.dtype, spec.device
+    )
+    tokenizer = load_tokenizer(target_folder)
+    return Pair(
+        spec=spec,
+        models=models,
+        draft_config=config,
+        tokenizer=tokenizer,
+        fingerprint={
+            "target": target_fingerprint(target_folder),
+            "draft": draft_fingerprint(draft_folder),
+            "template": _sha(str(getattr(tokenizer, "chat_template", None))),
+        },
+    )
+
+
+DRAFT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+TARGET_FILES = (
+    *DRAFT_FILES,
+    "generation_config.json",
+    "tokenizer*",
+    "*.jinja",
+    "vocab*",
+    "merges*",
+)
+
+
+def resolve(where: str, revision: str | None, what: str, files: Sequence[str]) -> Path:
+    """The folder of a model: one on this disk, or a snapshot of a hub repository.
+
+    Raises `ModelUnavailable` naming the local way where the hub cannot be reached.
+    """
+    folder = Path(where).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"{what}_revision is {revision!r}, but {where} is a folder on disk.")
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", where):
+        raise ModelUnavailable(
+            f"the {what} {where!r} is neither a folder here nor a hub id (owner/name)."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(where, revision=revision, allow_patterns=list(files)))
+    except Exception as error:  # the hub client raises a dozen kinds; every one means the same here
+        raise ModelUnavailable(
+            f"the {what} {where!r} is not in the hub's cache and cannot be fetched "
+            f"({type(error).__name__}). Download the repository elsewhere and give its folder as "
+            f"{what}=."
+        ) from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, or None where it has none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def target_fingerprint(folder: Path) -> str:
+    """A hash of config and weights' sizes: cheap, and different for every different checkpoint."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+__all__ = [
+    "CheckpointError",
+    "DraftConfigWarning",
+    "Encoded",
+    "ModelUnavailable",
+    "Pair",
+    "load_pair",
+    "load_spec",
+    "pair_spec",
+]

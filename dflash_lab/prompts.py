@@ -1,0 +1,105 @@
+"""Prompts: the bundled set or a local file, as one list of `Prompt`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+_INSIDE = _PACKAGE / "_data"  # there in an installed wheel; a clone has `data` beside the package
+DATA = _INSIDE if _INSIDE.is_dir() else _PACKAGE.parent / "data"
+BUNDLED = ("mini",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One conversation to decode."""
+
+    id: str
+    turns: tuple[str, ...]  # the user's turns; the model answers each
+    category: str
+    source: str
+
+    @property
+    def sha(self) -> str:
+        """A short hash of the text, so that a stored run knows what it ran."""
+        return hashlib.sha256(json.dumps(self.turns).encode()).hexdigest()[:16]
+
+
+def load_prompts(
+    source: str = "mini",
+    categories: Sequence[str] | None = None,
+    limit: int | None = None,
+) -> list[Prompt]:
+    """Prompts of the bundled set `mini`, or of a local `.jsonl` file, in file order.
+
+    A line is a JSON object with `turns` (list of text) or `prompt` (text), and optionally `id` and
+    `category`. Without `categories` the bundled set leaves its long prompts out.
+    Raises ValueError naming file and line for anything else; FileNotFoundError for no file.
+    """
+    prompts = _read(_path(source), source)
+    if categories is not None:
+        known = sorted({prompt.category for prompt in prompts})
+        unknown = sorted(set(categories) - set(known))
+        if unknown:
+            raise ValueError(f"no category {', '.join(unknown)} in {source}; it has {known}.")
+        prompts = [prompt for prompt in prompts if prompt.category in categories]
+    elif source in BUNDLED:
+        prompts = [prompt for prompt in prompts if prompt.category != "long"]
+    if limit is not None and limit > len(prompts):
+        raise ValueError(
+            f"asked for {limit} prompts, but {source} has {len(prompts)} of that kind."
+        )
+    return prompts[:limit]
+
+
+def _path(source: str) -> Path:
+    if source in BUNDLED:
+        return DATA / "prompts" / f"{source}.jsonl"
+    path = Path(source)
+    if path.suffix != ".jsonl":
+        raise ValueError(f"prompts are {source!r}; expected {BUNDLED[0]!r} or a .jsonl file.")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no prompt file {path}.")
+    return path
+
+
+def _read(path: Path, source: str) -> list[Prompt]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            prompts.append(_prompt(line, f"{path}, line {number}", number, source))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts.")
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise ValueError(f"{path} has the id {prompt.id!r} twice; ids name results, so no two.")
+        seen.add(prompt.id)
+    return prompts
+
+
+def _prompt(line: str, where: str, number: int, source: str) -> Prompt:
+    try:
+        raw: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where}: a {type(raw).__name__}, expected a JSON object.")
+    turns = raw.get("turns", [raw["prompt"]] if "prompt" in raw else None)
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
+        raise ValueError(f"{where}: expected `prompt` (text) or `turns` (a list of text).")
+    return Prompt(
+        id=str(raw.get("id", f"row-{number}")),
+        turns=tuple(turns),
+        category=str(raw.get("category", "none")),
+        source=source,
+    )

@@ -1,0 +1,424 @@
+"""What a report says, as plain values for its template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from dflash_lab import plot
+from dflash_lab.analyse import OWN, Choice, records
+from dflash_lab.panels import (
+    Answer,
+    Image,
+    Panels,
+    facts,
+    facts_html,
+    place_name,
+    to_image,
+    window_name,
+    with_interval,
+    written,
+)
+from dflash_lab.store import Run
+from dflash_lab.tokens import legend_html, text_html, toggle_html
+
+MOST_VALUES = 12  # of one setting that are listed one by one
+ARM = ("engine", "backend", "dtype")
+
+
+def content(run: Run) -> dict[str, Any]:
+    """Everything the template shows."""
+    panels = Panels(run)
+    return {
+        "title": run.path.resolve().name,
+        "subtitle": subtitle(panels),
+        "answers": [worded(found, panels) for found in panels.answers],
+        "exactness": exactness(run),
+        "looped": looped(panels.rows.values()),
+        "failed": [
+            {"cell": cell.id, "what": asked_of(cell.request), "error": cell.error}
+            for cell in run.failed
+        ],
+        "missing": missing(run),
+        **explorer(panels),
+        "why": why(panels),
+        "settings": settings(run),
+        "provenance": provenance(run),
+        "order": order(run),
+        "tables": {
+            "Throughput and acceptance": Table.of(CELL_COLUMNS, panels.rows.values()),
+            "Further figures of every cell": Table.of(MORE_COLUMNS, panels.rows.values()),
+            "Survival by draft position": Table.of(SURVIVAL_COLUMNS, records(panels.survival)),
+        },
+    }
+
+
+# The answer
+
+
+def subtitle(panels: Panels) -> str:
+    """What was measured, in one line."""
+    cells = panels.run.cells
+    target = ", ".join(dict.fromkeys(str(cell.request["target"]) for cell in cells))
+    draft = ", ".join(dict.fromkeys(str(c.request["draft"]) for c in cells if c.request["draft"]))
+    parts = [
+        f"target {target}",
+        f"draft {draft}" if draft else "no draft",
+        f"{_span(cell.request['prompts']['count'] for cell in cells)} prompts",
+        f"up to {_span(cell.request['max_new_tokens'] for cell in cells)} new tokens",
+        f"{len(cells)} cells",
+    ]
+    return " · ".join(parts)
+
+
+def _span(values: Iterable[int]) -> str:
+    low, *rest = sorted(set(values))
+    return f"{low} to {rest[-1]}" if rest else str(low)
+
+
+def worded(found: Answer, panels: Panels) -> dict[str, Any]:
+    """One hardware class's answer: the sentence, and what it rests on."""
+    choice = found.choice
+    if choice is None:
+        lead = f"No recommendation: {found.problem}"
+        return {"hardware": found.hardware, "sentence": lead, "points": [], "cell": None}
+    return {
+        "hardware": found.hardware,
+        "sentence": choice.sentence,
+        "points": [*library_point(choice), *certainty_points(choice)],
+        "cell": choice.cell,
+    }
+
+
+def library_point(choice: Choice) -> list[str]:
+    if choice.speedup_library is None:
+        return ["The library's own generator was not measured."]
+    return [
+        f"Against the library's own generator in {choice.library_dtype} "
+        f"({written(choice.library_tokens_per_s)} tokens/s): {choice.speedup_library:.2f}x"
+        f"{_ends(choice.speedup_library_low, choice.speedup_library_high)}."
+    ]
+
+
+def certainty_points(choice: Choice) -> list[str]:
+    """How sure the choice is, and what is as good."""
+    points = []
+    if choice.prompts == 1:
+        points.append("One prompt only: there is no interval, and other prompts may differ.")
+    else:
+        share = f"{choice.p_best:.0%}".replace("%", " %")
+        points.append(f"It is the fastest in {share} of the resamples of the prompts.")
+    if choice.near:
+        near = ", ".join(f"{other.label} (cell {other.cell})" for other in choice.near)
+        points.append(f"Within 2 % of it: {near}.")
+    if choice.gain_held_out is not None:
+        points.append(
+            f"Chosen on some prompts and tried on the others, the gain over plain decoding is "
+            f"{choice.gain_held_out:.2f}x."
+        )
+    return points
+
+
+def _ends(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+
+
+def exactness(run: Run) -> dict[str, Any]:
+    """The outcome of the exactness check, and which prompts differed, if any."""
+    check = run.check("exactness")
+    if check is None:
+        return {
+            "sentence": "Exactness was not checked in this run.",
+            "differences": [],
+            "rest": "",
+        }
+    reference = str(check["reference"]).replace("transformers generate", "transformers' generate")
+    size = check.get("block_size")
+    at = f", at block size {size}" if size is not None else ""
+    measured = sorted({cell.dtype for cell in run.cells if cell.block_size > 1} - {check["dtype"]})
+    return {
+        "sentence": (
+            f"{check['dtype']}: {check['equal']} of {check['of']} prompts equal to {reference}, "
+            f"token for token{at}."
+        ),
+        "differences": [
+            {"prompt": row["prompt_id"], "token": row["first_difference"]}
+            for row in check["prompts"]
+            if not row["equal"]
+        ],
+        "rest": f"{' and '.join(measured)} was not compared." if measured else "",
+    }
+
+
+def looped(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A warning where outputs repeat themselves, empty where none does."""
+    worst = max(rows, key=lambda row: row["looped"])
+    if not worst["looped"]:
+        return ""
+    return (
+        f"{worst['looped']} of {worst['prompts']} outputs repeat themselves (cell "
+        f"{worst['cell']}). Such text is easy to draft and makes the figures look better than "
+        "they are."
+    )
+
+
+def missing(run: Run) -> str:
+    """How many cells are in no figure, empty where all are."""
+    parts = [
+        f"{count} {'cell' if count == 1 else 'cells'} {what}"
+        for count, what in ((len(run.failed), "failed"), (len(run.unfinished), "unfinished"))
+        if count
+    ]
+    return f"{' and '.join(parts)}: in no figure here." if parts else ""
+
+
+def asked_of(request: Mapping[str, Any]) -> str:
+    """A request in a few words."""
+    place = place_name(request.get("block_size", "?"), request.get("draft_window"))
+    return f"{request.get('engine', '?')}, {request.get('dtype', '?')}, {place}"
+
+
+# The two sliders, and the text
+
+
+def explorer(panels: Panels) -> dict[str, Any]:
+    """What the sliders show; `grid` is None where no cell drafts anything to look at."""
+    if panels.grid is None:
+        return {"grid": None, "data": {}}
+    grid, start = panels.grid, panels.start
+    cells = list(grid.cells.values())
+    first = panels.traces.prompts[0]
+    shown = panels.run.cell(start.cell).request
+    return {
+        "grid": {
+            "arm": ", ".join((*(shown[n] for n in ARM), panels.main.hardware)),
+            "sizes": [str(size) for size in grid.block_sizes],
+            "windows": [window_name(window) for window in grid.draft_windows],
+            "size": grid.block_sizes.index(start.block_size),
+            "window": grid.draft_windows.index(start.draft_window),
+            "start": start.cell,
+            "place": place_name(start.block_size, start.draft_window),
+            "words": start.words,
+            "pictures": panels.pictures(start.cell),
+            "readouts": {cell: Markup(facts_html(facts(panels.rows[cell]))) for cell in cells},
+            "prompts": [prompt.label for prompt in panels.traces.prompts],
+            "texts": {cell: _texts(panels, cell) for cell in cells},
+            "text": _text(panels, start.cell, first.key),
+            "legend": Markup(legend_html()),
+            "toggle": Markup(toggle_html()),
+        },
+        "data": {
+            "positions": [
+                [_position(panels, size, window) for window in grid.draft_windows]
+                for size in grid.block_sizes
+            ],
+            **frames({cell: panels.pictures(cell) for cell in cells}),
+        },
+    }
+
+
+def _position(panels: Panels, block_size: int, window: int | None) -> dict[str, Any]:
+    found = panels.grid.find(block_size, window)
+    place = place_name(found.block_size, found.draft_window)
+    return {"cell": found.cell, "place": place, "words": found.words, "measured": found.measured}
+
+
+def frames(pictures: Mapping[str, Sequence[Image]]) -> dict[str, Any]:
+    """Every cell's pictures, each as places in one table of lines: they have most in common."""
+    lines: dict[str, int] = {}
+
+    def packed(image: Image) -> dict[str, Any]:
+        places = [lines.setdefault(line, len(lines)) for line in image.svg.splitlines()]
+        return {"alt": image.alt, "svg": places}
+
+    made = {cell: [packed(image) for image in images] for cell, images in pictures.items()}
+    return {"pictures": made, "lines": list(lines)}
+
+
+def _texts(panels: Panels, cell: str) -> list[Markup]:
+    return [_text(panels, cell, prompt.key) for prompt in panels.traces.prompts]
+
+
+def _text(panels: Panels, cell: str, key: str) -> Markup:
+    trace = panels.traces.of(cell, key)
+    if trace is None:
+        return Markup('<p class="empty">This cell does not hold this prompt.</p>')
+    return Markup(text_html(trace))
+
+
+def why(panels: Panels) -> list[dict[str, Any]]:
+    """The figures that say where the throughput comes from."""
+    if panels.grid is None:
+        return []
+    cells = panels.frame[panels.frame["cell"].isin(panels.grid.cells.values())]
+    return [
+        {
+            "picture": to_image(plot.acceptance(cells), "acceptance"),
+            "caption": "What a block yields: of a longer one more is accepted, of more drafted.",
+        },
+        {
+            "picture": to_image(plot.cost(cells), "cost"),
+            "caption": "What a block costs: drafting, verifying and keeping it.",
+        },
+    ]
+
+
+# How it was measured
+
+
+def settings(run: Run) -> list[tuple[str, str]]:
+    """Every setting of the cells' requests: the value, or the values."""
+    return _listed([flat(cell.request) for cell in run.cells])
+
+
+def provenance(run: Run) -> list[tuple[str, str]]:
+    """Machine, versions and dates, as the cells recorded them."""
+    return _listed([flat(cell.provenance) for cell in run.cells])
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested mappings as one, names joined by a space."""
+    found: dict[str, str] = {}
+    for name, entry in value.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(entry, Mapping):
+            found |= flat(entry, f"{label} ")
+        elif isinstance(entry, list):
+            found[label] = ", ".join(map(str, entry)) or "none"
+        else:
+            found[label] = _said(entry)
+    return found
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def _listed(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [(name, _values([row[name] for row in rows if name in row])) for name in names]
+
+
+def _values(values: Sequence[str]) -> str:
+    different = list(dict.fromkeys(values))
+    if len(different) <= MOST_VALUES:
+        return "; ".join(different)
+    return f"{len(different)} values, {min(different)} to {max(different)}"
+
+
+def order(run: Run) -> str:
+    """Whether the cells were measured beside each other, from the stored places in the sequence."""
+    places: dict[str, list[int]] = {}
+    for row in run.prompts().select(["cell", "order"]).to_pylist():
+        places.setdefault(row["cell"], []).append(row["order"])
+    if len(places) < 2:
+        return "There is one cell only."
+    if max(map(min, places.values())) < min(map(max, places.values())):
+        return "The cells were interleaved: each had begun before any had ended."
+    return "The cells were not all interleaved: some ended before others began."
+
+
+# Tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a table: its heading, how a row is written in it, and the full value."""
+
+    head: str
+    text: Callable[[Mapping[str, Any]], str]
+    value: Callable[[Mapping[str, Any]], Any]
+
+
+def plainly(head: str, name: str) -> Column:
+    return Column(head=head, text=lambda row: _said(row[name]), value=lambda row: row[name])
+
+
+def figure(head: str, name: str, scale: float = 1.0) -> Column:
+    def text(row: Mapping[str, Any]) -> str:
+        return written(None if row[name] is None else row[name] * scale)
+
+    return Column(head=head, text=text, value=lambda row: row[name])
+
+
+def interval(head: str, name: str, scale: float = 1.0) -> Column:
+    return Column(
+        head=head, text=lambda row: with_interval(row, name, scale), value=lambda row: row[name]
+    )
+
+
+def window(row: Mapping[str, Any]) -> str:
+    drafting = row.get("engine", OWN) == OWN and row["block_size"] > 1
+    return window_name(row["draft_window"]) if drafting else "none"
+
+
+WINDOW = Column(head="window", text=window, value=lambda row: row["draft_window"])
+NAMES = (
+    plainly("cell", "cell"),
+    plainly("engine", "engine"),
+    plainly("dtype", "dtype"),
+    plainly("block size", "block_size"),
+    WINDOW,
+)
+CELL_COLUMNS = (
+    *NAMES,
+    interval("tokens/s", "tokens_per_s"),
+    interval("tau", "tau"),
+    interval("draft rate, %", "draft_rate", 100),
+    figure("tokens per block", "tokens_per_block"),
+    interval("ms per block", "seconds_per_block", 1000),
+    plainly("prompts", "prompts"),
+)
+MORE_COLUMNS = (
+    *NAMES,
+    figure("end to end, tokens/s", "end_to_end_per_s"),
+    figure("TTFT, ms", "ttft_s", 1000),
+    figure("tau by prompt", "tau_by_prompt"),
+    figure("draft share, %", "draft_share", 100),
+    figure("full blocks, %", "full_block_share", 100),
+    figure("draft cache, MB", "draft_cache_bytes", 1e-6),
+    figure("peak memory, MB", "peak_bytes", 1e-6),
+    plainly("tokens", "tokens"),
+    plainly("blocks", "blocks"),
+    plainly("cut", "cut_blocks"),
+    plainly("looped", "looped"),
+)
+SURVIVAL_COLUMNS = (
+    plainly("cell", "cell"),
+    plainly("dtype", "dtype"),
+    plainly("block size", "block_size"),
+    WINDOW,
+    plainly("draft position", "draft_position"),
+    figure("survival", "survival"),
+    figure("low", "low"),
+    figure("high", "high"),
+    figure("conditional", "conditional"),
+    plainly("blocks at risk", "at_risk"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Headings, and rows of (written, value in full)."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[tuple[str, str], ...], ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> Table:
+        return cls(
+            heads=tuple(column.head for column in columns),
+            rows=tuple(
+                tuple((column.text(row), _full(column.value(row))) for column in columns)
+                for row in rows
+            ),
+        )
+
+
+def _full(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,65 @@
+"""What enters is checked where it enters."""
+
+import numpy as np
+import pytest
+
+from dflash_lab import DecodeConfig, PairSpec, SweepConfig
+
+
+@pytest.mark.parametrize("value", [0, -1, 7.5, "8", "x", True, 2.0])
+def test_a_block_size_that_is_no_whole_number_from_1_is_refused(value):
+    with pytest.raises(ValueError, match=r"block_size is .*expected a whole number from 1"):
+        DecodeConfig(block_size=value)
+    with pytest.raises(ValueError, match="block_size"):
+        SweepConfig(block_sizes=(4, value))
+
+
+@pytest.mark.parametrize("value", [0, -1, "64", 1.5, False])
+def test_a_window_that_is_no_whole_number_from_1_is_refused(value):
+    with pytest.raises(ValueError, match=r"draft_window is .*expected a whole number from 1"):
+        DecodeConfig(draft_window=value)
+    with pytest.raises(ValueError, match="draft_window"):
+        SweepConfig(draft_windows=(None, value))
+
+
+def test_whole_numbers_of_other_libraries_become_plain_ones():
+    config = DecodeConfig(block_size=np.int64(8), draft_window=np.int32(64))
+    assert type(config.block_size) is int
+    assert type(config.draft_window) is int
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": 0.7}, "temperature is 0.7"),
+        ({"rule": "rejection"}, "rule is 'rejection'"),
+        ({"proposal": "sample"}, "proposal is 'sample'"),
+        ({"timing": "fast"}, "whole, stages"),
+        ({"stop_tokens": (-1,)}, "stop_tokens"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DecodeConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"block_sizes": ()}, "block_sizes is empty"),
+        ({"draft_windows": ()}, "draft_windows is empty"),
+        ({"repeats": 0}, "repeats"),
+        ({"max_prompts": 0}, "max_prompts"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"backend": "jax"}, "backend is 'jax'"),
+    ],
+)
+def test_a_sweep_that_cannot_be_run_is_refused_by_name(settings, words):
+    with pytest.raises(ValueError, match=words):
+        SweepConfig(**settings)
+
+
+def test_a_pair_on_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="backend is 'jax'"):
+        PairSpec(target="t", draft="d", backend="jax")

@@ -1,0 +1,167 @@
+"""The embedded pair: the draft as it lies in data/, and what it does with the real target."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import dflash_lab as dl
+from dflash_lab.load import EMBEDDED
+from dflash_lab.train.rows import ngram_hashes
+
+DRAFT = EMBEDDED["smollm2"]
+DATASETS = os.environ.get("DFLASH_LAB_DATASETS")
+needs_datasets = pytest.mark.skipif(
+    DATASETS is None, reason="DFLASH_LAB_DATASETS is not set: no sample data sets here"
+)
+
+
+@pytest.fixture(scope="module")
+def float32_pair():
+    return dl.load_pair("smollm2", dtype="float32")
+
+
+def training():
+    return json.loads((DRAFT / "training.json").read_text())
+
+
+def manifest():
+    """The hashed runs of 13 words that the training prompts hold."""
+    raw = (DRAFT / "training_ngrams.bin").read_bytes()
+    return {raw[at : at + 5] for at in range(0, len(raw), 5)}
+
+
+def texts_of(path):
+    """Every text in a prompt file, whatever its columns are called."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        for value in json.loads(line).values():
+            yield from (v for v in (value if isinstance(value, list) else [value]))
+
+
+def test_the_draft_is_an_upstream_folder_of_the_promised_shape():
+    from safetensors import safe_open
+
+    from dflash_lab.checkpoint import check_tensors, read_draft_config
+
+    config = read_draft_config(DRAFT)
+    assert (config.block_size, config.trained_block_size) == (16, 16)
+    assert config.target_layer_ids == (1, 8, 14, 20, 27)
+    assert config.mask_token == 15
+    assert config.notes == ()
+    with safe_open(DRAFT / "model.safetensors", framework="np") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        check_tensors(config, {name: part.get_shape() for name, part in parts.items()})
+        assert {part.get_dtype() for part in parts.values()} == {"BF16"}
+    card = (DRAFT / "README.md").read_text()
+    assert "SmolLM2-135M-Instruct" in card
+    assert "tau" in card
+
+
+def test_no_bundled_prompt_shares_13_words_with_the_training_prompts():
+    seen, prompts = manifest(), (*dl.load_prompts(), *dl.load_prompts(categories=["long"]))
+    assert len(seen) == training()["ngrams"] > 10_000
+    shared = {p.id for p in prompts if seen & set().union(*map(ngram_hashes, p.turns))}
+    assert shared == set()
+
+
+@needs_datasets
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "mt-bench", "spec-bench"])
+def test_no_evaluation_prompt_shares_13_words_with_the_training_prompts(name):
+    seen = manifest()
+    for path in (Path(DATASETS) / name).glob("*.jsonl"):
+        grams = set().union(
+            *(ngram_hashes(text) for text in texts_of(path) if isinstance(text, str))
+        )
+        assert len(grams) > 100
+        assert not grams & seen
+
+
+@needs_datasets
+@pytest.mark.slow
+def test_the_manifest_and_the_answers_are_those_of_the_data_it_names():
+    from dflash_lab.train.__main__ import prompt_texts
+    from dflash_lab.train.rows import read_rows
+
+    samples = [p for p in Path(DATASETS).glob("*/*.jsonl") if "selfgen" not in str(p)]
+    bundled = Path(dl.prompts.DATA) / "prompts" / "mini.jsonl"
+    forbidden = [text for path in (*samples, bundled) for text in prompt_texts(path)]
+    tokenizer = dl.load_pair("smollm2").tokenizer
+    rows = Path(DATASETS) / "smollm2-selfgen" / "greedy-256.jsonl.gz"
+    _, counts = read_rows(rows, tokenizer, forbidden)
+    assert counts.ngrams == manifest()
+    assert (counts.used, counts.answer_tokens) == (
+        training()["rows_used"],
+        training()["answer_tokens"],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("block_size", [1, 4, 8, 16])
+def test_tokens_in_float32_equal_transformers_generate(float32_pair, block_size, window):
+    from dflash_lab.exactness import check_exactness
+
+    config = dl.DecodeConfig(block_size=block_size, draft_window=window, max_new_tokens=24)
+    record = check_exactness(float32_pair, dl.load_prompts(limit=3), config)
+    assert [row["first_difference"] for row in record["prompts"]] == [None] * 3
+
+
+@pytest.mark.slow
+def test_tokens_in_float32_equal_a_loop_without_any_cache(float32_pair):
+    from dflash_lab.tests.toys import greedy
+
+    trace = dl.decode(
+        float32_pair,
+        dl.load_prompts(limit=1)[0].turns[0],
+        dl.DecodeConfig(block_size=8, max_new_tokens=24),
+    )
+    tokens, _ = greedy(float32_pair.models.target.model, trace.prompt_ids, 24)
+    assert trace.tokens == tokens
+
+
+@pytest.mark.slow
+def test_tau_at_block_size_8_on_the_bundled_prompts_is_what_the_draft_promises(tmp_path):
+    config = dl.SweepConfig(dtype="bfloat16", block_sizes=(8,), max_new_tokens=48, warm_up=False)
+    run = dl.sweep(config, tmp_path / "run")
+    row = dl.cell_frame(run).iloc[0]
+    assert row.prompts == len(dl.load_prompts())
+    assert row.tau >= 1.35
+    assert row.tau_low > 1.15
+
+
+@pytest.mark.slow
+def test_a_long_prompt_is_decoded_within_a_window(float32_pair):
+    prompt = dl.load_prompts(categories=["long"], limit=1)[0].turns[0]
+    config = dl.DecodeConfig(block_size=8, draft_window=64, max_new_tokens=12)
+    trace = dl.decode(float32_pair, prompt, config)
+    assert len(trace.prompt_ids) > 900
+    assert {block.draft_cache_tokens for block in trace.blocks} == {64}
+    made = float32_pair.models.library_generate(trace.prompt_ids, 12, float32_pair.stop_tokens)
+    assert trace.tokens == made.tokens
+
+
+@pytest.mark.slow
+def test_the_demo_ends_in_a_choice_a_check_figures_and_a_report(tmp_path, monkeypatch):
+    from dflash_lab import demo
+
+    small = replace(
+        demo.SWEEP,
+        block_sizes=(1, 4, 8),
+        windowed_block_sizes=(8,),
+        max_prompts=2,
+        max_new_tokens=8,
+    )
+    monkeypatch.setattr(demo, "SWEEP", small)
+    monkeypatch.setattr(demo, "EXACTNESS", dl.DecodeConfig(block_size=8, max_new_tokens=8))
+    made = demo.run_demo(tmp_path / "demo")
+    assert made.run.check("exactness")["equal"] == 2
+    assert made.choice.block_size in (1, 4, 8)
+    assert made.report.is_file()
+    assert {path.suffix for path in (tmp_path / "demo" / "figures").iterdir()} >= {".svg", ".png"}
+    engines = {(cell.engine, cell.dtype) for cell in made.run.cells}
+    assert engines >= {("dflash_lab", "float32"), ("transformers", "bfloat16")}
+    before = {cell.id: cell.provenance["ended_utc"] for cell in made.run.cells}
+    again = demo.run_demo(tmp_path / "demo")  # what is finished is not done again
+    assert {cell.id: cell.provenance["ended_utc"] for cell in again.run.cells} == before

@@ -1,0 +1,261 @@
+"""The report in a real browser: from disk, with everything that leaves the file refused."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dflash_lab.reports import report
+from dflash_lab.store import open_run
+from dflash_lab.tests.runs import HOSTILE, write_run
+from dflash_lab.tokens import SHOWN_AS
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not CHROMIUM.exists():
+        reason = f"{CHROMIUM} is missing; install it, as by apt-get install chromium"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Block sizes 1, 4 and 8; the window is measured at 4 alone; the first prompt is hostile."""
+    path = tmp_path_factory.mktemp("runs") / "shown"
+    return open_run(
+        write_run(
+            path, prompts=3, block_sizes=(1, 4, 8), windows=(16,), windowed=(4,), hostile=True
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def address(run):
+    return report(run).as_uri()
+
+
+@dataclass
+class Visit:
+    """A page that is open, and everything it did that it may not do."""
+
+    page: object
+    refused: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def attribute(self, selector: str, name: str) -> str:
+        return self.page.get_attribute(selector, name)
+
+    def text(self, selector: str) -> str:
+        return self.page.text_content(selector)
+
+    def state(self) -> dict[str, str]:
+        """What the two sliders change."""
+        return {
+            "throughput": self.attribute("#throughput", "src"),
+            "survival": self.attribute("#survival", "src"),
+            "words": self.attribute("#throughput", "alt"),
+            "readout": self.text("#readout"),
+        }
+
+
+def visit(browser, address: str, **settings) -> Iterator[Visit]:
+    context = browser.new_context(**settings)
+    made = Visit(page=context.new_page())
+
+    def guard(route):
+        if route.request.url == address:
+            route.continue_()
+        else:
+            made.refused.append(route.request.url)
+            route.abort()
+
+    context.route("**/*", guard)
+    made.page.on("console", lambda m: made.errors.append(m.text) if m.type == "error" else None)
+    made.page.on("pageerror", lambda error: made.errors.append(str(error)))
+    made.page.on("dialog", lambda dialog: made.errors.append(dialog.message) or dialog.dismiss())
+    made.page.goto(address)
+    yield made
+    made.page.wait_for_timeout(100)
+    assert [url for url in made.refused if not url.startswith("data:")] == []
+    assert made.errors == []
+    context.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        '<img src="https://cdn.example/x.png">',
+        "<style>body { background: url(//cdn.example/x.png) }</style>",
+        "<script>fetch('other.json')</script>",
+        "<script>throw new Error('oops')</script>",
+    ],
+)
+def test_a_request_or_an_error_is_noticed(browser, tmp_path, fault):
+    (tmp_path / "page.html").write_text(f"<!doctype html><p>{fault}</p>", encoding="utf-8")
+    with pytest.raises(AssertionError):
+        list(visit(browser, (tmp_path / "page.html").as_uri()))
+
+
+@pytest.fixture
+def shown(browser, address):
+    """The report as most people see it; at the end nothing was refused and nothing went wrong."""
+    yield from visit(browser, address, viewport={"width": 1280, "height": 900})
+
+
+@pytest.fixture
+def without_scripts(browser, address):
+    yield from visit(browser, address, java_script_enabled=False)
+
+
+def at_the_left(shown, name):
+    shown.page.focus(f"#{name}")
+    shown.page.keyboard.press("Home")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"), [("block-size", "1", "4"), ("draft-window", "16", "full")]
+)
+def test_an_arrow_key_moves_a_slider_and_changes_pictures_and_figures(shown, name, first, second):
+    at_the_left(shown, "block-size")
+    shown.page.keyboard.press("ArrowRight")  # both windows were measured at block size 4
+    at_the_left(shown, name)
+    before = shown.state()
+    assert shown.text(f"#{name}-value") == first
+    shown.page.keyboard.press("ArrowRight")
+    assert shown.text(f"#{name}-value") == second
+    assert shown.attribute(f"#{name}", "aria-valuetext") == second
+    after = shown.state()
+    assert all(after[key] != before[key] for key in before)
+
+
+@pytest.mark.parametrize(("name", "last"), [("block-size", "8"), ("draft-window", "full")])
+def test_the_mouse_moves_a_slider_and_changes_pictures_and_figures(shown, name, last):
+    at_the_left(shown, "draft-window")
+    at_the_left(shown, "block-size")
+    shown.page.keyboard.press("ArrowRight")
+    before = shown.state()
+    box = shown.page.locator(f"#{name}").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    start = box["x"] + (box["width"] / 2 if name == "block-size" else 8)
+    shown.page.mouse.move(start, middle)
+    shown.page.mouse.down()
+    shown.page.mouse.move(box["x"] + box["width"] - 4, middle, steps=8)
+    shown.page.mouse.up()
+    assert shown.text(f"#{name}-value") == last
+    if name == "draft-window":  # at window 16 block size 8 is a hole: the pictures stay
+        after = shown.state()
+        assert all(after[key] != before[key] for key in before)
+
+
+def test_a_hole_is_named_and_the_nearest_cell_stays_in_the_picture(shown):
+    at_the_left(shown, "draft-window")
+    at_the_left(shown, "block-size")
+    shown.page.keyboard.press("End")
+    assert shown.text("#shown").startswith("Block size 8 with window 16: not measured.")
+    assert "block size 4 with window 16" in shown.text("#shown")
+    assert shown.page.evaluate("document.querySelector('#throughput').naturalWidth") > 0
+
+
+def test_every_picture_that_a_slider_can_choose_is_drawn(shown):
+    for window in ("Home", "End"):
+        shown.page.focus("#draft-window")
+        shown.page.keyboard.press(window)
+        at_the_left(shown, "block-size")
+        for _ in range(3):
+            for image in ("#throughput", "#survival"):
+                loaded = f"""async () => {{ const image = document.querySelector('{image}');
+                    await image.decode(); return image.naturalWidth; }}"""
+                assert shown.page.evaluate(loaded) > 300
+            shown.page.keyboard.press("ArrowRight")
+
+
+def test_the_page_shows_the_same_before_and_after_its_script_ran(shown, without_scripts):
+    texts = [side.page.locator("#text pre").inner_text() for side in (shown, without_scripts)]
+    assert texts[0] == texts[1]
+    assert shown.text("#readout") == without_scripts.text("#readout")
+
+
+def test_without_scripts_the_recommended_cell_is_there_and_no_dead_control(without_scripts):
+    page = without_scripts.page
+    for name in ("#throughput", "#survival", "#readout", "#text pre", ".answer"):
+        assert page.locator(name).is_visible()
+    assert not page.locator("#block-size").is_visible()
+    assert not page.locator("#prompt").is_visible()
+    page.locator("summary", has_text="Throughput and acceptance").click()
+    assert page.locator("table").first.is_visible()
+
+
+@pytest.mark.parametrize("text", ["<script>alert(1)</script>", "$x$", "onerror=alert(1)>", "</td>"])
+def test_what_a_model_wrote_is_seen_literally(shown, run, text):
+    assert any(text in hostile for hostile in HOSTILE)
+    assert text in shown.page.locator("#text pre").inner_text()
+    assert shown.page.locator("#text script, #text img").count() == 0
+
+
+def test_the_prompt_picker_shows_the_text_of_each_prompt(shown, run):
+    cell = shown.attribute("#readout", "data-cell")
+    rows = [row for row in run.prompts().to_pylist() if row["cell"] == cell]
+    for number, row in enumerate(rows):
+        shown.page.select_option("#prompt", str(number))
+        pieces = shown.page.locator("#text bdi:not(.dl-drafts bdi)").all_text_contents()
+        assert "".join(pieces) == row["text"].translate(SHOWN_AS)
+
+
+def test_the_block_slider_steps_through_the_blocks(shown):
+    shown.page.focus("#block")
+    drafts = shown.page.locator(".dl-current > .dl-drafts")
+    for number in (1, 2, 3):
+        assert drafts.count() == 1
+        assert drafts.is_visible()
+        assert drafts.inner_text().startswith(f"block {number} of ")
+        assert shown.text("#block-value").startswith(f"block {number} of ")
+        shown.page.keyboard.press("ArrowRight")
+
+
+def test_a_click_on_a_block_chooses_it(shown):
+    shown.page.select_option("#prompt", "1")
+    shown.page.locator("#text .dl-block").nth(4).locator("> bdi").first.click()
+    assert shown.text("#block-value").startswith("block 5 of ")
+    assert shown.page.input_value("#block") == "5"
+
+
+def test_pointing_at_a_block_shows_what_was_drafted_in_it(shown):
+    shown.page.select_option("#prompt", "1")
+    block = shown.page.locator("#text .dl-block").nth(2)
+    assert not block.locator(".dl-drafts").is_visible()
+    block.locator("> bdi").first.hover()
+    assert block.locator(".dl-drafts").is_visible()
+
+
+def test_a_box_puts_every_block_on_a_line_of_its_own(shown):
+    shown.page.check(".dl-toggle input")
+    drafts = shown.page.locator("#text .dl-drafts")
+    assert all(drafts.nth(i).is_visible() for i in range(drafts.count()))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_its_window(browser, address, scheme, width):
+    size = {"width": width, "height": 844}
+    for made in visit(browser, address, viewport=size, color_scheme=scheme):
+        assert made.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_paper_shows_the_tables_and_no_control(shown):
+    shown.page.emulate_media(media="print")
+    assert not shown.page.locator("#block-size").is_visible()
+    assert shown.page.locator("table").first.is_visible()
+    assert shown.page.locator("#throughput").is_visible()

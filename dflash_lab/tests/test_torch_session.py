@@ -1,0 +1,429 @@
+"""The torch verbs on tiny models in float32, beside decoding that shares no code with them."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from dflash_lab import DecodeConfig, decode, stream
+from dflash_lab.backends import torch_session, torch_target
+from dflash_lab.backends.torch_model import DraftNetwork
+from dflash_lab.backends.torch_session import TorchBlock, TorchSession, pick_device, pick_dtype
+from dflash_lab.backends.torch_target import TargetNotReversible, captured, take_back
+from dflash_lab.checkpoint import MaskIdOutOfRange, WidthMismatch
+from dflash_lab.decoding import AcceptanceWarning
+from dflash_lab.tests.toys import ORACLE, WRONG, cut, draft_json, noise, toy_models
+
+SCRIPTS = {
+    "oracle": ORACLE,
+    "wrong": WRONG,
+    **{f"cut {k}": cut(k) for k in range(8)},
+    **{f"noise {seed}": noise(0.5, seed) for seed in range(5)},
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3 untied", "llama"])
+def toy(request, tmp_path_factory):
+    kind, _, untied = request.param.partition(" ")
+    return toy_models(tmp_path_factory.mktemp("toy"), kind=kind, tied=not untied)
+
+
+@pytest.fixture(scope="module")
+def pair(toy):
+    return toy.load()
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AcceptanceWarning)
+        yield
+
+
+class ScriptedDraft(TorchSession):
+    """A real session whose proposals come from a script instead of the network."""
+
+    def follow(self, script, text):
+        self.script, self.text = script, text  # prompt and greedy continuation
+        return self
+
+    def draft(self, anchor, block_size):
+        made = super().draft(anchor, block_size)  # the network runs, its caches stay right
+        tokens = [anchor]
+        for slot in range(1, block_size):
+            place = self.committed + slot
+            right = self.text[place] if place < len(self.text) else 0
+            tokens.append(right if self.script(place, slot) else (right + 1) % 512)
+        return TorchBlock(torch.tensor([tokens]), made.finite)
+
+
+def scripted(monkeypatch, pair, script, text):
+    def session(draft_window, speculate):
+        draft = pair.models.draft if speculate else None
+        return ScriptedDraft(pair.models.target, draft, draft_window).follow(script, text)
+
+    monkeypatch.setattr(pair.models, "session", session)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_tokens_equal_plain_decoding_for_every_draft(monkeypatch, toy, pair, script):
+    for prompt, text, size in zip(toy.prompts, toy.greedy, (8, 3), strict=False):
+        scripted(monkeypatch, pair, script, (*prompt, *text))
+        config = DecodeConfig(block_size=size, max_new_tokens=36)
+        assert decode(pair, prompt, config).tokens == text[:36]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 10**9])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_tokens_equal_plain_decoding_for_every_block_size_and_window(toy, pair, size, window):
+    config = DecodeConfig(
+        block_size=size, draft_window=window, max_new_tokens=24, beyond_trained=True
+    )
+    assert decode(pair, toy.prompts[0], config).tokens == toy.greedy[0][:24]
+
+
+def test_tokens_equal_the_librarys_own_generator(toy, pair):
+    for prompt, text in zip(toy.prompts, toy.greedy, strict=True):
+        made = pair.models.library_generate(prompt, 40, pair.stop_tokens)
+        assert made.tokens == text[:40]
+        assert 0 < made.ttft_s <= made.total_s
+
+
+def test_keeping_one_rejected_row_does_not_pass_unseen(monkeypatch, toy, pair):
+    prompt, text = toy.prompts[0], toy.greedy[0]
+
+    def keep_one_more(cache, tokens):
+        take_back(cache, max(0, tokens - 1))
+
+    scripted(monkeypatch, pair, cut(2), (*prompt, *text))
+    monkeypatch.setattr(torch_session, "take_back", keep_one_more)
+    config = DecodeConfig(block_size=8, max_new_tokens=40)
+    assert decode(pair, prompt, config).tokens != text[:40]
+
+
+def test_a_trim_that_does_nothing_is_an_error_and_never_goes_on(monkeypatch, toy, pair):
+    monkeypatch.setattr(DynamicCache, "crop", lambda self, tokens: None)
+    scripted(monkeypatch, pair, cut(2), (*toy.prompts[0], *toy.greedy[0]))
+    with pytest.raises(TargetNotReversible, match="positions after"):
+        decode(pair, toy.prompts[0], DecodeConfig(block_size=8))
+
+
+def test_take_back_leaves_the_first_rows_as_they_were():
+    cache = DynamicCache()
+    rows = torch.arange(10.0).view(1, 1, 10, 1)
+    cache.update(rows, rows, 0)
+    take_back(cache, 0)
+    take_back(cache, 3)
+    assert cache.get_seq_length() == 7
+    assert cache.layers[0].keys.flatten().tolist() == list(range(7))
+    with pytest.raises(ValueError, match="8 tokens back from a cache that holds 7"):
+        take_back(cache, 8)
+
+
+def test_a_target_with_sliding_layers_is_refused_by_name():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=0,
+    )
+    with pytest.raises(TargetNotReversible, match="DynamicSlidingWindowLayer"):
+        torch_target.TorchTarget(Qwen3ForCausalLM(config))
+
+
+def test_a_hybrid_target_is_refused_by_the_name_of_its_layers():
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        mlp_only_layers=[0, 1, 2, 3],
+        num_experts=2,
+        num_experts_per_tok=1,
+    )
+    with pytest.raises(TargetNotReversible, match=r"Linear"):
+        torch_target.TorchTarget(Qwen3NextForCausalLM(config))
+
+
+def test_proposals_are_slots_1_and_on_and_slot_0_is_never_one(monkeypatch, toy, pair):
+    target = pair.models.target
+
+    class Slots(DraftNetwork):
+        shift = 0.0
+
+        def forward(self, embedded, *_):
+            slots = torch.arange(float(embedded.shape[2]))
+            slots[0] += self.shift
+            return slots.view(1, 1, -1, 1).expand(-1, -1, -1, 64)
+
+    class Head(torch.nn.Module):
+        def forward(self, states):
+            wanted = 100 + states[..., 0].long()
+            return torch.nn.functional.one_hot(wanted.clamp(0, 511), 512).float()
+
+    monkeypatch.setattr(target, "head", Head())
+    for shift in (0.0, 50.0):
+        network = Slots(pair.draft_config)
+        network.shift = shift
+        session = TorchSession(target, network, None)
+        session.prefill(toy.prompts[0])
+        block = session.draft(7, 8)
+        assert block.tokens.tolist() == [[7, *range(101, 108)]]
+
+
+def test_features_are_the_output_of_the_layer_with_that_number(toy, pair):
+    target = pair.models.target
+    ids = torch.tensor([toy.prompts[0]])
+    hidden = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    _, features = target.logits(ids, target.new_cache(), (0, 1, 2))
+    assert torch.equal(features, torch.cat([hidden[tap + 1] for tap in (0, 1, 2)], dim=-1))
+
+
+def test_no_hook_outlives_a_pass_even_one_that_breaks(toy, pair):
+    layers = pair.models.target.layers
+
+    def hooks():
+        return sum(len(layer._forward_hooks) for layer in layers)
+
+    before = hooks()
+    decode(pair, toy.prompts[0], DecodeConfig(block_size=4, max_new_tokens=8))
+    abandoned = stream(pair, toy.prompts[0], DecodeConfig(block_size=4, max_new_tokens=20))
+    next(abandoned)
+    assert hooks() == before
+    with pytest.raises(RuntimeError, match="boom"), captured(layers, (1, 2)):
+        raise RuntimeError("boom")
+    assert hooks() == before
+
+
+def test_plain_decoding_captures_no_features(toy, pair, monkeypatch):
+    asked = []
+    real = torch_target.captured
+    monkeypatch.setattr(
+        torch_target, "captured", lambda layers, taps: asked.append(taps) or real(layers, taps)
+    )
+    decode(pair, toy.prompts[0], DecodeConfig(block_size=1, max_new_tokens=5))
+    assert set(asked) == {()}
+
+
+def test_two_streams_interleaved_and_two_threads_give_what_each_gives_alone(toy, pair):
+    config = DecodeConfig(block_size=4, max_new_tokens=30)
+    alone = [decode(pair, prompt, config) for prompt in toy.prompts[:2]]
+    streams = [stream(pair, prompt, config) for prompt in toy.prompts[:2]]
+    seen = [[], []]
+    for _ in range(31):
+        for source, records in zip(streams, seen, strict=True):
+            record = next(source, None)
+            if record is not None:
+                records.append(record)
+    for trace, records in zip(alone, seen, strict=True):
+        assert [r.tokens for r in records[1:]] == [b.tokens for b in trace.blocks]
+        assert [r.drafted for r in records[1:]] == [b.drafted for b in trace.blocks]
+
+    results = {}
+
+    def work(number):
+        results[number] = decode(pair, toy.prompts[number], config)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for number, trace in enumerate(alone):
+        assert results[number].tokens == trace.tokens
+        assert [b.drafted for b in results[number].blocks] == [b.drafted for b in trace.blocks]
+
+
+def blocks_of(trace):
+    return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in trace.blocks]
+
+
+def test_a_pair_used_again_gives_the_first_runs_trace(toy, pair):
+    config = DecodeConfig(block_size=8, max_new_tokens=24)
+    long = tuple(i % 200 for i in range(200))
+    first = decode(pair, long, config)
+    short = decode(pair, toy.prompts[0][:5], config)
+    assert blocks_of(decode(pair, long, config)) == blocks_of(first)
+    assert blocks_of(short) == blocks_of(decode(toy.load(), toy.prompts[0][:5], config))
+
+
+@pytest.mark.parametrize("window", [None, 8, 40, 200])
+def test_prefill_in_chunks_feeds_the_draft_everything(toy, pair, window):
+    prompt = tuple((7 * i) % 250 for i in range(100))
+    drafts = []
+    for chunk in (1000, 16, 33):
+        session = TorchSession(pair.models.target, pair.models.draft, window, prefill_chunk=chunk)
+        anchor = session.prefill(prompt)
+        drafts.append(session.draft(anchor, 8).tokens.tolist())
+        assert len(session.context) == min(100, window or 100)
+    assert drafts[0] == drafts[1] == drafts[2]
+
+
+def draft_states(session, anchor, monkeypatch):
+    """Draft logits of the next block of a session."""
+    kept = []
+    real = session.target.head
+
+    class Head(torch.nn.Module):
+        def forward(self, states):
+            kept.append(real(states))
+            return kept[-1]
+
+    monkeypatch.setattr(session.target, "head", Head())
+    session.draft(anchor, 8)
+    monkeypatch.setattr(session.target, "head", real)
+    return kept[0]
+
+
+@pytest.mark.parametrize("window", [None, 6, 16])
+@pytest.mark.parametrize("k", [0, 1, 2, 5, 7])
+def test_draft_logits_after_every_block_equal_those_of_a_fresh_draft(
+    monkeypatch, toy, pair, k, window
+):
+    prompt, text = toy.prompts[0], toy.greedy[0]
+    whole = (*prompt, *text)
+    models = pair.models
+    session = ScriptedDraft(models.target, models.draft, window).follow(cut(k), whole)
+    anchor = session.prefill(prompt)
+    for _ in range(5):
+        accepted = min(k, 7)
+        session.verify(session.draft(anchor, 8))
+        session.commit(accepted)
+        place = session.committed
+        anchor = whole[place]
+        assert session.cache.get_seq_length() == place
+        fresh = TorchSession(models.target, models.draft, window)
+        fresh.prefill(whole[:place])
+        live_logits = draft_states(session, anchor, monkeypatch)
+        fresh_logits = draft_states(fresh, anchor, monkeypatch)
+        torch.testing.assert_close(live_logits, fresh_logits, atol=1e-4, rtol=1e-4)
+        assert session.draft_cache_tokens == min(place, window or place)
+
+
+@pytest.mark.parametrize("window", [8, 16])
+@pytest.mark.parametrize("extra", ["w-1", "w", "w+1", "3w"])
+def test_a_context_position_matters_if_and_only_if_it_is_inside_the_window(
+    monkeypatch, pair, window, extra
+):
+    length = {"w-1": window - 1, "w": window, "w+1": window + 1, "3w": 3 * window}[extra]
+    prompt = tuple((11 * i + 3) % 250 for i in range(length))
+
+    def logits(changed=None):
+        """Draft logits of the first block, the target's features changed at one position."""
+        session = TorchSession(pair.models.target, pair.models.draft, window)
+        real = pair.models.target.logits
+
+        def altered(*arguments, **settings):
+            made, features = real(*arguments, **settings)
+            if changed is not None:
+                features = features.index_add(
+                    1, torch.tensor([changed]), torch.full_like(features[:, :1], 3.0)
+                )
+            return made, features
+
+        monkeypatch.setattr(pair.models.target, "logits", altered)
+        anchor = session.prefill(prompt)
+        monkeypatch.setattr(pair.models.target, "logits", real)
+        return draft_states(session, anchor, monkeypatch)
+
+    seen = logits()
+    reacts = [not torch.equal(seen, logits(place)) for place in range(length)]
+    inside = min(length, window)
+    assert reacts == [False] * (length - inside) + [True] * inside
+
+
+def test_a_huge_window_gives_the_trace_of_none(toy, pair):
+    runs = [
+        decode(pair, toy.prompts[0], DecodeConfig(draft_window=window, max_new_tokens=40))
+        for window in (None, 10**9)
+    ]
+    assert blocks_of(runs[0]) == blocks_of(runs[1])
+
+
+def test_draft_cache_bytes_stay_bounded_with_a_window_and_are_in_the_trace(toy, pair):
+    config = DecodeConfig(block_size=2, draft_window=16, max_new_tokens=400, ignore_end=True)
+    trace = decode(pair, toy.prompts[0], config)
+    per_token = pair.draft_config.context_bytes_per_token(4)
+    assert max(block.draft_cache_tokens for block in trace.blocks) == 16
+    assert max(block.draft_cache_bytes for block in trace.blocks) <= 64 * per_token
+
+
+def test_a_draft_whose_numbers_overflow_is_told_while_the_text_stays_right(toy):
+    pair = toy.load()
+    with torch.no_grad():
+        pair.models.draft.layers[0].mlp.down_proj.weight[0, 0] = torch.inf
+    with pytest.warns(AcceptanceWarning, match="not finite from block 0"):
+        trace = decode(pair, toy.prompts[0], DecodeConfig(max_new_tokens=40))
+    assert trace.tokens == toy.greedy[0][:40]
+    assert not trace.blocks[0].verdict.finite
+
+
+def test_a_prompt_of_8000_tokens_makes_no_logits_of_its_length(monkeypatch, toy, pair):
+    kept = []
+    monkeypatch.setattr(pair.models.target.model.config, "max_position_embeddings", 9000)
+    real = pair.models.target.model.lm_head.forward
+    monkeypatch.setattr(
+        pair.models.target.model.lm_head, "forward", lambda x: kept.append(x.shape[1]) or real(x)
+    )
+    session = TorchSession(pair.models.target, pair.models.draft, 64)
+    session.prefill([i % 250 for i in range(8000)])
+    assert set(kept) == {1}
+    assert sum(part.shape[1] for part in session.pending) == 64
+
+
+def test_a_draft_of_another_width_is_refused_with_both_numbers(toy, tmp_path):
+    from dflash_lab import load_pair
+    from dflash_lab.tests.toys import save_draft, toy_target
+
+    config = toy_target("qwen3", True).config
+    save_draft(tmp_path / "wide", config, hidden_size=128)
+    with pytest.raises(WidthMismatch, match=r"128.*64"):
+        load_pair(target=toy.target, draft=tmp_path / "wide")
+    nested = draft_json()["dflash_config"]
+    save_draft(tmp_path / "deep", config, dflash_config=nested | {"target_layer_ids": [1, 4]})
+    with pytest.raises(WidthMismatch, match="layers 0 to 3"):
+        load_pair(target=toy.target, draft=tmp_path / "deep")
+    save_draft(tmp_path / "mask", config, dflash_config=nested | {"mask_token_id": 512})
+    with pytest.raises(MaskIdOutOfRange, match="512 rows"):
+        load_pair(target=toy.target, draft=tmp_path / "mask")
+
+
+def test_auto_takes_what_is_there_and_a_missing_device_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert pick_device("auto").type == "cpu"
+    assert pick_dtype("auto", torch.device("cpu")) == torch.float32
+    assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    with pytest.raises(ValueError, match="no cuda"):
+        pick_device("cuda")
+    with pytest.raises(ValueError, match="device is 'gpu'"):
+        pick_device("gpu")
+
+
+def test_nothing_on_a_cpu_asks_cuda_for_anything(monkeypatch, toy, pair):
+    def boom(*_):
+        raise AssertionError("cuda on a CPU")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", boom)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", boom)
+    trace = decode(pair, toy.prompts[0], DecodeConfig(max_new_tokens=8, timing="stages"))
+    assert trace.peak_bytes > 0

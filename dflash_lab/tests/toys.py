@@ -1,0 +1,441 @@
+"""Toy pairs for the tests: tiny real models on disk, and a scripted pair without any framework.
+
+    toy = toy_models(tmp_path)              a Qwen3-type target and a random draft, in two folders
+    pair = toy.load()                       what load_pair(target=..., draft=...) makes of them
+    greedy(toy.load().models.target.model, ids, 64)     plain decoding, whole sequence each step
+
+    pair = scripted_pair(cut(3))            a target that is a hash, a draft right where told
+    scripted_greedy(pair, ids, 40)          what it must emit
+
+Scripts say where the draft is right: ORACLE, WRONG, `cut(k)`, `noise(p, seed)`, or any function of
+(position, slot): absolute position of the drafted token, and its place 1, 2, ... in the block.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.accept import Verdict
+from dflash_lab.backends import Generated
+from dflash_lab.checkpoint import DraftConfig
+from dflash_lab.config import PairSpec
+from dflash_lab.load import Pair, load_pair
+
+VOCABULARY, MASK, CONTEXT = 512, 511, 1024
+START, END, PAD = 256, 257, 258  # special tokens after the 256 bytes
+DISTINCT, CHECKED, GAP = 30, 64, 2e-4  # what a prompt's greedy text must show to test anything
+
+Script = Callable[[int, int], bool]
+Target = Callable[[Sequence[int]], int]
+
+# --- tiny real models ---------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toy:
+    """Two model folders, and prompts whose greedy text is varied and has no near tie in fp32."""
+
+    target: Path
+    draft: Path
+    prompts: tuple[tuple[int, ...], ...]  # token ids
+    greedy: tuple[tuple[int, ...], ...]  # the target's own first 64 new tokens after each
+
+    def load(self, **settings: Any) -> Pair:
+        """The pair in memory, float32 on the CPU unless told otherwise."""
+        settings = {"dtype": "float32", "device": "cpu"} | settings
+        return load_pair(target=self.target, draft=self.draft, **settings)
+
+
+def toy_models(
+    folder: Path,
+    *,
+    kind: str = "qwen3",
+    tied: bool = True,
+    switch: bool = False,
+    seed: int = 0,
+    prompts: int = 4,
+) -> Toy:
+    """Build target and draft under `folder`; `switch` adds a thinking switch to the template."""
+    import torch
+
+    target, draft = Path(folder) / "target", Path(folder) / "draft"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = toy_target(kind, tied)
+        model.save_pretrained(target)
+        save_draft(draft, model.config, seed)
+    byte_tokenizer(TEMPLATE + SWITCH * switch).save_pretrained(target)
+    chosen, texts = good_prompts(model, prompts, seed)
+    return Toy(target=target, draft=draft, prompts=chosen, greedy=texts)
+
+
+def toy_target(kind: str, tied: bool) -> Any:
+    """A random transformers model of the `qwen3` or `llama` kind; its weights are worth 0.2 MB."""
+    import transformers
+
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,  # with the usual 0.02 a tied model repeats one token for ever
+        "bos_token_id": None,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+    }
+    name = {"qwen3": "Qwen3", "llama": "Llama"}[kind]
+    config = getattr(transformers, f"{name}Config")(**settings)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def draft_json(**changes: Any) -> dict[str, Any]:
+    """The toy draft's `config.json` in the upstream form; `changes` replace top-level keys."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": CONTEXT,
+        "block_size": 8,
+        "dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": MASK},
+    } | changes
+
+
+def save_draft(folder: Path, target: Any, seed: int = 0, **changes: Any) -> None:
+    """Write a draft of random weights in the upstream checkpoint format."""
+    import torch
+    from safetensors.torch import save_file
+
+    from dflash_lab.checkpoint import parse_draft_config
+
+    raw = draft_json(vocab_size=target.vocab_size, **changes)
+    config = parse_draft_config(raw)
+    maker = torch.Generator().manual_seed(seed + 1)
+    tensors = {
+        name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=maker) * 0.2
+        for name, shape in config.tensor_shapes.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def byte_tokenizer(template: str = TEMPLATE) -> Any:
+    """256 byte tokens, three special ones, and a visible name for every other id up to 511."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = dict(zip(byte_characters(), range(256), strict=True))
+    plain = Tokenizer(BPE(vocab=alphabet, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.decoder = decoders.ByteLevel()
+    special = {START: "<|im_start|>", END: "<|im_end|>", PAD: "<|pad|>", MASK: "<|mask|>"}
+    names = [special.get(token, f"<{token}>") for token in range(256, VOCABULARY)]
+    plain.add_special_tokens([AddedToken(name, special=True) for name in names])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        eos_token=special[END],
+        pad_token=special[PAD],
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies, in order."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
+
+
+def greedy(model: Any, ids: Sequence[int], count: int) -> tuple[tuple[int, ...], float]:
+    """`count` new tokens of a transformers model and the smallest top-two logit gap on the way.
+
+    The whole sequence is read anew at each step, without any cache.
+    """
+    import torch
+
+    tokens, smallest = list(ids), float("inf")
+    for _ in range(count):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        first, second = logits.float().topk(2).values.tolist()
+        smallest = min(smallest, first - second)
+        tokens.append(int(logits.argmax()))
+    return tuple(tokens[len(ids) :]), smallest
+
+
+def good_prompts(
+    model: Any, count: int, seed: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Random prompts that pass the checks, and their greedy texts."""
+    dice = random.Random(seed)
+    prompts: list[tuple[int, ...]] = []
+    texts: list[tuple[int, ...]] = []
+    for _ in range(20 * count):
+        ids = tuple(dice.randrange(256) for _ in range(dice.randint(4, 24)))
+        tokens, gap = greedy(model, ids, CHECKED)
+        if is_varied(tokens, gap):
+            prompts.append(ids)
+            texts.append(tokens)
+        if len(prompts) == count:
+            return tuple(prompts), tuple(texts)
+    raise AssertionError(f"only {len(prompts)} of {20 * count} prompts are varied; another seed?")
+
+
+def is_varied(tokens: Sequence[int], gap: float) -> bool:
+    """Whether a greedy text can show a fault: no loop, no near tie, no end before it is over."""
+    return len(set(tokens)) >= DISTINCT and gap > GAP and END not in tokens
+
+
+# --- a scripted pair ----------------------------------------------------------------------------
+
+
+def ORACLE(position: int, slot: int) -> bool:
+    """Every drafted token is the target's own."""
+    return True
+
+
+def WRONG(position: int, slot: int) -> bool:
+    """No drafted token is."""
+    return False
+
+
+def cut(k: int) -> Script:
+    """The first `k` of each block are right, the rest wrong."""
+    return lambda position, slot: slot <= k
+
+
+def noise(p: float, seed: int = 0) -> Script:
+    """Each is right with probability `p`, always the same for one position and slot."""
+    return lambda position, slot: random.Random(f"{seed} {position} {slot}").random() < p
+
+
+def hash_target(tokens: Sequence[int]) -> int:
+    """The scripted target's next token: a hash of all tokens so far."""
+    return zlib.crc32(json.dumps(list(tokens)).encode()) % VOCABULARY
+
+
+def replay_target(prompt_length: int, ids: Sequence[int]) -> Target:
+    """A target that says `ids` after a prompt of that length whatever is drafted, then the last."""
+    return lambda tokens: ids[min(len(tokens) - prompt_length, len(ids) - 1)]
+
+
+def spend(seconds: float) -> None:
+    if seconds:  # even a sleep of nothing gives the processor away
+        time.sleep(seconds)
+
+
+class ByteTokenizer:
+    """Text to UTF-8 bytes and back; ids from 256 on are shown as `<id>`."""
+
+    chat_template = "{role}: {content}"
+
+    def __init__(self, eos_token_id: int | None = None):
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(
+        self,
+        messages: Iterable[Mapping[str, str]],
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = False,
+    ) -> dict[str, list[int]]:
+        turns = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self("".join(turns) + "assistant: " * add_generation_prompt)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        parts = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in ids]
+        return b"".join(parts).decode(errors="replace")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ScriptedModels:
+    """A target function and a script in the place of two models. Keeps count of what was asked."""
+
+    script: Script = ORACLE
+    target: Target = hash_target
+    vocabulary: int = VOCABULARY
+    context_limit: int = 4096
+    end_tokens: frozenset[int] = frozenset()
+    dtype: str = "float32"
+    device: str = "cpu"
+    prefill_s: float = 0.0  # what each pass takes, slept away
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    sessions: list[ScriptedSession] = field(default_factory=list)  # every one ever opened
+    generated: list[tuple[int, ...]] = field(default_factory=list)  # library_generate's prompts
+
+    def session(self, draft_window: int | None, speculate: bool) -> ScriptedSession:
+        self.sessions.append(ScriptedSession(self, draft_window, speculate))
+        return self.sessions[-1]
+
+    def library_generate(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]
+    ) -> Generated:
+        self.generated.append(tuple(prompt))
+        began = time.perf_counter()
+        spend(self.prefill_s)
+        tokens = [*prompt, self.target(prompt)]
+        ttft = time.perf_counter() - began
+        end = min(len(prompt) + max_new_tokens, self.context_limit)
+        while len(tokens) < end and tokens[-1] not in stop_tokens:
+            spend(self.verify_s)
+            tokens.append(self.target(tokens))
+        total = time.perf_counter() - began
+        return Generated(tokens=tuple(tokens[len(prompt) :]), ttft_s=ttft, total_s=total)
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {"attention": "scripted", "threads": 1, "device": self.device, "gpu": None}
+
+
+class ScriptedSession:
+    """One prompt on `ScriptedModels`; asserts that the verbs are called in their order."""
+
+    BYTES_PER_TOKEN = 8
+
+    def __init__(self, models: ScriptedModels, draft_window: int | None, speculate: bool):
+        self.models, self.draft_window, self.speculate = models, draft_window, speculate
+        self.prompt: tuple[int, ...] = ()
+        self.tokens: list[int] = []  # committed: prompt and output before the anchor
+        self.draft_cache_tokens = 0
+        self.calls: list[str] = []
+        self._block: list[int] = []
+        self._verified = 0
+
+    def prefill(self, prompt: Sequence[int]) -> int:
+        self._called("prefill", after=())
+        spend(self.models.prefill_s)
+        self.prompt, self.tokens = tuple(prompt), list(prompt)
+        return self.models.target(self.tokens)
+
+    def draft(self, anchor: int, block_size: int) -> tuple[int, ...]:
+        self._called("draft", after=("prefill", "commit"))
+        assert self.speculate or block_size == 1, "opened without a draft"
+        if block_size > 1:
+            spend(self.models.draft_s)
+            self.draft_cache_tokens = min(len(self.tokens), self.draft_window or len(self.tokens))
+        truth = [*self.tokens, anchor]
+        block = [anchor]
+        for slot in range(1, block_size):
+            right = self.models.target(truth)
+            fits = self.models.script(len(truth), slot)
+            block.append(right if fits else (right + 1) % self.models.vocabulary)
+            truth.append(right)
+        return tuple(block)
+
+    def verify(self, block: tuple[int, ...], rows: int | None = None) -> Verdict:
+        self._called("verify", after=("draft",))
+        spend(self.models.verify_s)
+        self._block = list(block[:rows])
+        choices = [
+            self.models.target(self.tokens + self._block[: row + 1])
+            for row in range(len(self._block))
+        ]
+        return Verdict(drafted=tuple(self._block[1:]), posterior=tuple(choices))
+
+    def commit(self, accepted: int) -> None:
+        self._called("commit", after=("verify",))
+        assert 0 <= accepted < len(self._block)
+        self.tokens += self._block[: accepted + 1]
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    @property
+    def closed(self) -> bool:
+        return self.calls[-1:] == ["close"]
+
+    @property
+    def draft_cache_bytes(self) -> int:
+        return self.BYTES_PER_TOKEN * self.draft_cache_tokens
+
+    def _called(self, verb: str, after: tuple[str, ...]) -> None:
+        before = self.calls[-1:]
+        assert not before if not after else before and before[0] in after, f"{verb} after {before}"
+        self.calls.append(verb)
+
+
+def scripted_pair(
+    script: Script = ORACLE,
+    *,
+    block_size: int = 16,
+    trained_block_size: int | None = None,
+    tokenizer: Any = "bytes",
+    **models: Any,
+) -> Pair:
+    """A pair for `decode`, `stream` and `sweep` that takes microseconds a token.
+
+    `models` are fields of `ScriptedModels`. The tokenizer is `ByteTokenizer()`; None for none.
+    """
+    made = ScriptedModels(script=script, **models)
+    return Pair(
+        spec=PairSpec(target="scripted-target", draft="scripted-draft", dtype=made.dtype),
+        models=made,
+        draft_config=scripted_config(block_size, trained_block_size or block_size),
+        tokenizer=ByteTokenizer() if tokenizer == "bytes" else tokenizer,
+        fingerprint={"target": "t" * 64, "draft": "d" * 64, "template": "c" * 64},
+    )
+
+
+def scripted_config(block_size: int, trained_block_size: int) -> DraftConfig:
+    return DraftConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        target_layer_ids=(0,),
+        mask_token=MASK,
+        block_size=block_size,
+        trained_block_size=trained_block_size,
+        layer_windows=(None,),
+        layer_causal=(False,),
+        sources={"block_size": "block_size", "rope_theta": "rope_theta", "layer_types": "default"},
+    )
+
+
+def scripted_greedy(pair: Pair, ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """What the scripted target says by itself, its end tokens not heeded."""
+    tokens = list(ids)
+    for _ in range(count):
+        tokens.append(pair.models.target(tokens))
+    return tuple(tokens[len(ids) :])

@@ -1,0 +1,1 @@
+"""Training a DFlash draft: rows the target wrote, its features, the fit."""

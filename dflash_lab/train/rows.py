@@ -1,0 +1,112 @@
+"""Training rows: prompt and answer as token ids, loops cut, evaluation prompts kept out."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NGRAM = 13  # words; the usual length for calling two texts the same
+LOOP_SPAN = 64  # tokens looked at together
+LOOP_SHARE = 0.5  # different 4-grams in such a span, below which it is a loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One prompt and the answer that the target gave to it."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class RowCounts:
+    """What became of the rows of a file."""
+
+    read: int = 0
+    used: int = 0
+    loops_cut: int = 0
+    too_short: int = 0
+    duplicates: int = 0
+    overlapping: int = 0
+    answer_tokens: int = 0
+    ngrams: set[bytes] = field(default_factory=set, repr=False)  # of the prompts used
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words and numbers, everything else left out."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def ngram_hashes(text: str) -> set[bytes]:
+    """Five-byte hashes of the runs of 13 words in a text."""
+    parts = words(text)
+    runs = (" ".join(parts[i : i + NGRAM]) for i in range(len(parts) - NGRAM + 1))
+    return {hashlib.sha256(run.encode()).digest()[:5] for run in runs}
+
+
+def loop_start(ids: Sequence[int]) -> int | None:
+    """Where a repetition loop begins: the first span of tokens with few different 4-grams."""
+    for end in range(LOOP_SPAN, len(ids) + 1):
+        span = ids[end - LOOP_SPAN : end]
+        grams = {tuple(span[i : i + 4]) for i in range(LOOP_SPAN - 3)}
+        if len(grams) < LOOP_SHARE * (LOOP_SPAN - 3):
+            return end - LOOP_SPAN // 2
+    return None
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, gzipped or not."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.strip())
+
+
+def read_rows(
+    path: Path, tokenizer: Any, forbidden: Iterable[str], shortest: int = 16
+) -> tuple[list[Row], RowCounts]:
+    """Rows of a file with `prompt` and `response_ids`, and what was cut or dropped on the way.
+
+    A row whose prompt or answer shares a run of 13 words with a `forbidden` text is dropped.
+    """
+    closed = set().union(*(ngram_hashes(text) for text in forbidden))
+    counts, rows, seen = RowCounts(), [], set()
+    for raw in read_jsonl(path):
+        counts.read += 1
+        answer = list(raw["response_ids"])
+        start = loop_start(answer)
+        if start is not None:
+            counts.loops_cut += 1
+            answer = answer[:start]
+        if len(answer) < shortest:
+            counts.too_short += 1
+        elif raw["prompt"] in seen:
+            counts.duplicates += 1
+        elif closed & (ngram_hashes(raw["prompt"]) | ngram_hashes(tokenizer.decode(answer))):
+            counts.overlapping += 1
+        else:
+            seen.add(raw["prompt"])
+            prompt = _prompt_ids(tokenizer, raw["prompt"])
+            rows.append(Row(prompt=raw["prompt"], prompt_ids=prompt, answer_ids=tuple(answer)))
+            counts.used += 1
+            counts.answer_tokens += len(answer)
+            counts.ngrams |= ngram_hashes(raw["prompt"])
+    return rows, counts
+
+
+def _prompt_ids(tokenizer: Any, prompt: str) -> tuple[int, ...]:
+    message = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+    return tuple(ids["input_ids"])
+
+
+def split(rows: Sequence[Row], held_out: int) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows, by a hash of the prompt: the same split in every run."""
+    order = sorted(rows, key=lambda row: hashlib.sha256(row.prompt.encode()).digest())
+    return order[held_out:], order[:held_out]
