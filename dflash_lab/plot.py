@@ -67,7 +67,7 @@ BACKED: dict[str, Any] = {
 COMFORTABLE, TOO_LOW = 0.6, 0.3  # draft rates that guides name; no measurement backs them
 
 
-# Widget callbacks may run beside a cell, and a style is global while it holds: one figure at a time.
+# Widget callbacks may run beside a cell, and a style is global while it holds: one at a time.
 DRAWING = RLock()
 
 
