@@ -22,6 +22,7 @@ _HOMES = {
     "Run": "store",
     "open_run": "store",
     "sweep": "sweeps",
+    "ProgressLines": "sweeps",
     "block_frame": "analyse",
     "prompt_frame": "analyse",
     "cell_frame": "analyse",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,16 @@ REQUEST_COLUMNS = (
     "timing",
 )
 # What two cells must have in common before one may be called faster than the other.
-COMPARABLE = ("backend", "device", "target", "timing", "temperature", "max_new_tokens", "thinking")
-LIBRARY_COMPARABLE = ("target", "timing", "temperature", "max_new_tokens")
+COMPARABLE = (
+    *("hardware", "backend", "device", "target_sha", "template_sha", "chat", "thinking"),
+    *("prompts", "temperature", "max_new_tokens", "timing", "repeats"),
+)
 NEAR = 0.98  # of the best throughput: closer than that is as good
 LEVEL = (0.025, 0.975)  # ends of every interval
 
 
 class HardwareWarning(UserWarning):
     """The run holds cells of several hardware classes, whose times do not compare."""
-
-
-class PromptsWarning(UserWarning):
-    """Cells do not hold the same prompts, so that some are left out of a comparison."""
 
 
 # Frames of what is stored
@@ -640,49 +638,61 @@ def _arms(run: Run) -> _Arms:
             "above 1. Sweep some, such as block_sizes=(1, 2, 4, 8, 16)."
         )
     _check_one_kind(own, ("hardware",))
-    _check_one_kind(drafting, ("dtype", "draft", *COMPARABLE))
-    like = drafting[0].request
-    plain = [
-        cell
-        for cell in own
-        if cell.block_size == 1 and all(cell.request[n] == like[n] for n in COMPARABLE)
-    ]
-    library = [
-        cell
-        for cell in run.cells
-        if cell.engine != OWN
-        and cell.hardware == drafting[0].hardware
-        and all(cell.request[n] == like[n] for n in LIBRARY_COMPARABLE)
-    ]
+    _check_one_kind(drafting, ("dtype", "draft_sha", *COMPARABLE))
+    plain = [cell for cell in own if cell.block_size == 1 and _compare(cell, drafting[0])]
+    library = [cell for cell in run.cells if cell.engine != OWN and _compare(cell, drafting[0])]
     same = [cell for cell in plain if cell.dtype == drafting[0].dtype]
     return _Arms(candidates=(*same, *drafting), plain=tuple(plain), library=tuple(library))
 
 
 def _check_one_kind(cells: Sequence[Cell], names: Sequence[str]) -> None:
     for name in names:
-        values = sorted({str(cell.request[name]) for cell in cells})
+        values = sorted({_value(cell, name) for cell in cells})
         if len(values) > 1:
+            way = "" if name == "prompts" else f"take one by run.select({name}=...), or "
             raise ValueError(
                 f"cells of several kinds do not compare: {name} is {' and '.join(values)}. "
-                f"Take one by run.select({name}=...)."
+                f"To compare, {way}sweep each kind into a folder of its own."
             )
 
 
+def _value(cell: Cell, name: str) -> str:
+    value = cell.request[name]
+    return f"{value['count']} of {value['source']}" if name == "prompts" else str(value)
+
+
+def _compare(cell: Cell, other: Cell) -> bool:
+    return all(cell.request[name] == other.request[name] for name in COMPARABLE)
+
+
+def comparable(run: Run) -> Run:
+    """The largest part of a run whose cells may stand in one figure.
+
+    They differ in engine, dtype, block size and window alone; plain decoding has no draft and fits
+    any. Of parts with equally many cells it is the one with more decodes, then more tokens.
+    """
+    parts = []
+    for like in run.cells:
+        draft = like.request["draft_sha"]
+        part = [
+            cell
+            for cell in run.cells
+            if _compare(cell, like) and cell.request["draft_sha"] in (draft, None)
+        ]
+        parts.append(part)
+    return replace(run, cells=tuple(max(parts, key=_weight, default=())))
+
+
+def _weight(part: Sequence[Cell]) -> tuple[int, int, int]:
+    decodes, tokens = (sum(cell.summary[name] for cell in part) for name in ("decodes", "tokens"))
+    return len(part), decodes, tokens
+
+
 def _shared(sums: Sums, arms: _Arms) -> Sums:
-    """Sums of the cells that take part, over the prompts that all of them hold."""
+    """Sums of the cells that take part, over their prompts."""
     ids = {cell.id for cell in arms.all}
     rows = [place for place, cell in enumerate(sums.cells) if cell.id in ids]
-    held = sums["outputs"][rows] > 0
-    shared = held.all(axis=0)
-    if not shared.any():
-        raise ValueError("no prompt is in every cell; sweep the cells over the same prompts.")
-    if lost := int(held.any(axis=0).sum() - shared.sum()):
-        some = "1 prompt is" if lost == 1 else f"{lost} prompts are"
-        warnings.warn(
-            f"{some} not in every cell and left out of the choice.",
-            PromptsWarning,
-            stacklevel=3,
-        )
+    shared = (sums["outputs"][rows] > 0).all(axis=0)
     return Sums(
         cells=tuple(sums.cells[row] for row in rows),
         prompts=tuple(n for n, kept in zip(sums.prompts, shared, strict=True) if kept),

@@ -29,6 +29,7 @@ FOREIGN_KEYS = {
     "projector_type": "a projector of its own",
     "attention_mode": "another attention mode",
 }
+PRIVATE_KEYS = ("runtime_block_size", "draft_window_size")
 KNOWN_NESTED = {
     "target_layer_ids",
     "mask_token_id",
@@ -37,10 +38,9 @@ KNOWN_NESTED = {
     "final_logit_softcapping",
     "output_multiplier",
     "input_embedding_scale",
-    "runtime_block_size",  # private to other programs; of no meaning here
-    "draft_window_size",
     "num_target_layers",
     "rope_theta",
+    *PRIVATE_KEYS,
 }
 OWN_VOCABULARY = ("lm_head", "embed_tokens", "d2t", "t2d", "mask_embedding")
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -110,7 +110,6 @@ class DraftConfig:
     layer_windows: tuple[int | None, ...]  # a layer's own window in tokens; None is full attention
     layer_causal: tuple[bool, ...]  # causal inside the block
     attention_bias: bool = False
-    max_positions: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict)  # key -> where its value stood
     notes: tuple[str, ...] = ()  # what a user should be shown: conflicts resolved, defaults taken
 
@@ -192,6 +191,11 @@ def parse_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
     """`DraftConfig` from the JSON of any published form of a DFlash 1 draft (dflash.md 2.2)."""
     reader = _Reader(raw)
     _refuse_foreign(reader)
+    reader.notes += [
+        f"dflash_config.{key} is another program's setting and is not used here."
+        for key in PRIVATE_KEYS
+        if key in reader.nested
+    ]
     hidden = reader.whole("hidden_size")
     heads = reader.whole("num_attention_heads")
     layers = reader.whole("num_hidden_layers")
@@ -215,7 +219,6 @@ def parse_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
         layer_windows=windows,
         layer_causal=_layer_causal(reader, windows),
         attention_bias=bool(reader.get("attention_bias", default=False)),
-        max_positions=reader.get("max_position_embeddings", default=None),
         sources=dict(reader.sources),
         notes=tuple(reader.notes),
     )
@@ -312,9 +315,9 @@ def _refuse_foreign(reader: _Reader) -> None:
             "this version decodes DFlash 1 drafts only."
         )
     for key, what in FOREIGN_KEYS.items():
-        if reader.nested.get(key) or (key.startswith("confidence") and reader.top.get(key)):
+        if reader.nested.get(key) or (key != "mask_token" and reader.top.get(key)):
             raise UnsupportedDraft(
-                f"dflash_config.{key} is set: {what}. That is another kind of draft, "
+                f"{key} is set: {what}. That is another kind of draft, "
                 "and reading it as a DFlash 1 draft would accept almost nothing."
             )
     unknown = sorted(k for k in reader.nested if k not in KNOWN_NESTED and k not in FOREIGN_KEYS)
@@ -350,6 +353,8 @@ def _taps(reader: _Reader, layers: int) -> tuple[int, ...]:
     taps = reader.get("target_layer_ids", default=None)
     if taps is None:
         taps = default_taps(reader.whole("num_target_layers"), layers)
+    if not isinstance(taps, list | tuple):
+        raise WidthMismatch(f"target_layer_ids is {taps!r}; expected a list of whole numbers.")
     taps = tuple(taps)
     bad = [tap for tap in taps if isinstance(tap, bool) or not isinstance(tap, int) or tap < 0]
     if bad or not taps or len(set(taps)) != len(taps):
@@ -393,7 +398,7 @@ def _layer_causal(reader: _Reader, windows: Sequence[int | None]) -> tuple[bool,
 
 def _rope_theta(reader: _Reader) -> float:
     for key, neutral in (("partial_rotary_factor", 1.0), ("rope_interleave", False)):
-        if reader.top.get(key, neutral) != neutral:
+        if reader.top.get(key) not in (None, neutral):
             raise RopeUnsupported(
                 f"{key} is {reader.top[key]}; this version rotates whole heads in halves only."
             )
@@ -406,12 +411,13 @@ def _rope_theta(reader: _Reader) -> float:
                 raise RopeUnsupported(
                     f"{where}.rope_type is {kind!r}; this version rotates with 'default' only."
                 )
-            if float(part.get("partial_rotary_factor", 1.0)) != 1.0:
+            if part.get("partial_rotary_factor") not in (None, 1.0):
                 raise RopeUnsupported(f"{where}.partial_rotary_factor: partial rotation.")
             if "rope_theta" in part:
                 found[f"{where}.rope_theta"] = float(part["rope_theta"])
-    if reader.top.get("rope_theta") is not None:
-        found["rope_theta"] = float(reader.top["rope_theta"])
+    for name, holder in (("dflash_config.rope_theta", reader.nested), ("rope_theta", reader.top)):
+        if holder.get("rope_theta") is not None:
+            found[name] = float(holder["rope_theta"])
     if not found:
         raise ConfigMissing(
             "config.json has no rope_theta, neither in rope_parameters nor in rope_scaling "

@@ -18,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+WIDE = 120  # columns of a table that goes to a file or a pipe
+
 BlockSize = Annotated[
     str | None,
     typer.Option(
@@ -32,7 +34,9 @@ Window = Annotated[
         help="Committed positions the draft may see; without it, all.",
     ),
 ]
-PairName = Annotated[str, typer.Option("--pair", help="A pair that comes with the project.")]
+PairName = Annotated[
+    str | None, typer.Option("--pair", help="A pair that comes with the project; smollm2.")
+]
 Target = Annotated[
     str | None, typer.Option("--model", "--target", help="Target: a model folder or a hub id.")
 ]
@@ -71,7 +75,7 @@ def pair(
 @app.command()
 def decode(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
-    pair: PairName = "smollm2",
+    pair: PairName = None,
     target: Target = None,
     draft: Draft = None,
     backend: Backend = "torch",
@@ -109,15 +113,16 @@ def decode(
 @app.command()
 def sweep(
     out: Out,
-    pair: PairName = "smollm2",
+    pair: PairName = None,
     target: Target = None,
     draft: Draft = None,
     backend: Backend = "torch",
     dtype: Dtype = "auto",
     device: Device = "auto",
     block_sizes: Annotated[
-        str, typer.Option("--block-sizes", "--block-size", help="Sizes, separated by commas.")
-    ] = "1,2,4,6,8,12,16",
+        str | None,
+        typer.Option("--block-sizes", "--block-size", help="Sizes, separated by commas."),
+    ] = None,
     draft_windows: Annotated[
         str,
         typer.Option(
@@ -146,10 +151,7 @@ def sweep(
 
     config = SweepConfig(
         pair=which_pair(pair, target, draft, backend, dtype, device),
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        block_sizes=tuple(number("block size", part) for part in block_sizes.split(",")),
+        block_sizes=chosen_block_sizes(block_sizes),
         draft_windows=tuple(window_of(part) for part in draft_windows.split(",")),
         prompts=prompts,
         max_prompts=max_prompts,
@@ -161,7 +163,10 @@ def sweep(
     )
     with progress_bar() as show:
         run = sweeps.sweep(config, out, progress=show)
-    print_cells(run)
+    if run.cells:
+        print_cells(run)
+    if run.unfinished:
+        say(f"{len(run.unfinished)} cells are not finished; dflash-lab status {out} lists them.")
     if run.failed:
         fail(f"{len(run.failed)} cells failed; the reasons are in failed.json of each.")
 
@@ -209,6 +214,14 @@ def chosen_block_size(flag: str | None) -> tuple[int | None, str | None]:
     return None, None
 
 
+def chosen_block_sizes(flag: str | None) -> tuple[int, ...]:
+    """The flag's sizes, else the variable's one size, else the usual ones."""
+    if flag is not None:
+        return tuple(number("block size", part) for part in flag.split(","))
+    size, _ = chosen_block_size(None)
+    return (1, 2, 4, 6, 8, 12, 16) if size is None else (size,)
+
+
 def number(name: str, text: str) -> int:
     """A whole number from 1, or one clear line."""
     try:
@@ -226,15 +239,15 @@ def window_of(text: str | None) -> int | None:
 
 
 def which_pair(
-    name: str, target: str | None, draft: str | None, backend: str, dtype: str, device: str
+    name: str | None, target: str | None, draft: str | None, backend: str, dtype: str, device: str
 ) -> Any:
     """The pair named, or the one made of target and draft where either is given."""
     from dflash_lab.load import pair_spec
 
     shared = {"backend": backend, "dtype": dtype, "device": device}
     if target is None and draft is None:
-        return pair_spec(name, **shared)
-    return pair_spec(target=target, draft=draft, **shared)
+        return pair_spec(name or "smollm2", **shared)
+    return pair_spec(name, target=target, draft=draft, **shared)
 
 
 class progress_bar:
@@ -244,9 +257,11 @@ class progress_bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        from dflash_lab.sweeps import ProgressLines
+
         console = Console(stderr=True)
         self.bar = None
-        self.shown = -10
+        self.lines = ProgressLines(say)
         if console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -259,19 +274,13 @@ class progress_bar:
         return self.show
 
     def show(self, at: Any) -> None:
+        if self.bar is None:
+            self.lines(at)
+            return
         left = "" if at.seconds_left is None else f"{at.seconds_left / 60:.1f} min left"
-        if self.bar is not None:
-            self.bar.update(
-                self.task, total=at.total, completed=at.done, description=at.label, left=left
-            )
-            return
-        if not at.total:  # still loading: only the label says something
-            say(at.label)
-            return
-        share = 100 * at.done // at.total
-        if share >= self.shown + 10:
-            self.shown = share
-            say(f"{at.done} of {at.total} decodes, {left}".rstrip(", "))
+        self.bar.update(
+            self.task, total=at.total, completed=at.done, description=at.label, left=left
+        )
 
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:
@@ -283,22 +292,31 @@ def print_cells(run: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dflash_lab.analyse import cell_frame
+    from dflash_lab.analyse import cell_frame, records
 
-    table = Table("engine", "dtype", "block size", "window", "tokens/s", "95 %", "tau", "prompts")
-    for row in cell_frame(run).to_dict("records"):
-        window = "full" if row["draft_window"] != row["draft_window"] else row["draft_window"]
+    heads = ("engine", "dtype", "block size", "window", "new tokens", "prompts", "tokens/s")
+    table = Table(*heads, "95 %", "tau")
+    limits = {cell.id: cell.request["max_new_tokens"] for cell in run.cells}
+    for row in records(cell_frame(run)):
+        window = row["draft_window"]
         table.add_row(
             row["engine"],
             row["dtype"],
             str(row["block_size"]),
-            "full" if window is None else str(window).removesuffix(".0"),
-            figure(row["tokens_per_s"]),
-            f"{figure(row['tokens_per_s_low'])} to {figure(row['tokens_per_s_high'])}",
-            figure(row["tau"]),
+            "none" if row["block_size"] == 1 else "full" if window is None else str(window),
+            f"up to {limits[row['cell']]}",
             str(row["prompts"]),
+            figure(row["tokens_per_s"]),
+            span(row["tokens_per_s_low"], row["tokens_per_s_high"]),
+            figure(row["tau"]),
         )
-    Console().print(table)
+    console = Console()
+    Console(width=None if console.is_terminal else WIDE).print(table)
+
+
+def span(low: float | None, high: float | None) -> str:
+    """The ends of an interval; one prompt has none."""
+    return "no interval" if low is None else f"{figure(low)} to {figure(high)}"
 
 
 def figure(value: float | None) -> str:
@@ -337,9 +355,10 @@ def main() -> None:
             raise
         say(f"error: {' '.join(str(error).split())}")
         sys.exit(1)
-    except KeyboardInterrupt:
-        say("stopped; what was finished is kept, the same command goes on from there.")
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # typer's own answer to Ctrl-C
+            say("stopped; what was finished is kept, the same command goes on from there.")
+        raise
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,12 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise a ValueError that lists what is allowed, unless `value` is among it."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
+
+
+def listed(name: str, value: Any) -> None:
+    """Raise a ValueError unless `value` is a list or a tuple."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} is {value!r}; expected a list, such as ({value!r},).")
 
 
 def check_block_size(value: Any) -> int:
@@ -59,6 +66,10 @@ class PairSpec:
     def __post_init__(self) -> None:
         one_of("backend", self.backend, BACKENDS)
         one_of("dtype", self.dtype, DTYPES)
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ValueError(
+                f"device is {self.device!r}; expected auto, cpu, mps, cuda or cuda:NUMBER."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +94,7 @@ class DecodeConfig:
         object.__setattr__(self, "draft_window", check_window(self.draft_window))
         limit = whole("max_new_tokens", self.max_new_tokens, 1, "Ask for one token at least.")
         object.__setattr__(self, "max_new_tokens", limit)
+        listed("stop_tokens", self.stop_tokens)
         stops = tuple(whole("stop_tokens", stop, 0, "They are ids.") for stop in self.stop_tokens)
         object.__setattr__(self, "stop_tokens", stops)
         if self.temperature != 0:
@@ -117,6 +129,8 @@ class SweepConfig:
     beyond_trained: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("block_sizes", "draft_windows", "plain_dtypes"):
+            listed(name, getattr(self, name))
         if not self.block_sizes:
             raise ValueError("block_sizes is empty; name one size at least, 1 is plain decoding.")
         for size in (*self.block_sizes, *(self.windowed_block_sizes or ())):
@@ -133,3 +147,16 @@ class SweepConfig:
         one_of("timing", self.timing, TIMINGS)
         for dtype in (self.dtype, *self.plain_dtypes):
             one_of("dtype", dtype, DTYPES)
+        if self.categories is not None and not self.categories:
+            raise ValueError("categories is empty; None takes every category.")
+        if self.library_baseline and self.timing == "stages":
+            raise ValueError(
+                "the library's generator has no stages to time; sweep with timing='whole', or "
+                "without library_baseline."
+            )
+        if isinstance(self.pair, PairSpec):
+            defaults = ("torch", "auto", "auto")
+            if (self.backend, self.dtype, self.device) != defaults:
+                raise ValueError(
+                    "backend, dtype and device stand in the PairSpec; give them there alone."
+                )

@@ -211,7 +211,7 @@ def decode(
         prompt_ids=encoded.ids,
         prefill=prefill,
         blocks=blocks,
-        text=pair.text(tokens),
+        text=pair.text(tokens, request.stop_tokens),
         finish_reason=finish_reason(tokens, len(encoded.ids), request, cancelled),
         total_s=total,
         peak_bytes=pair.models.peak_bytes(),
@@ -244,12 +244,19 @@ def complaints(blocks: Sequence[BlockRecord]) -> tuple[str, ...]:
             f"draft logits not finite from block {first} on: the draft's numbers overflow in this "
             "dtype, and nothing it says is accepted. Use bfloat16 or float32, or check the weights."
         )
-    if len(drafting) >= SILENT_BLOCKS and not any(block.accepted for block in drafting):
-        found.append(
-            f"0 accepted in {len(drafting)} blocks. The usual causes: a draft of another target, "
-            "dtype, thinking mode or template, target_layer_ids off by one, RoPE base."
-        )
+    if complaint := silence(len(drafting), sum(block.accepted for block in drafting)):
+        found.append(complaint)
     return tuple(found)
+
+
+def silence(blocks: int, accepted: int) -> str | None:
+    """What to say where nothing was accepted in many blocks; None where all is well."""
+    if accepted or blocks < SILENT_BLOCKS:
+        return None
+    return (
+        f"0 accepted in {blocks} blocks. The usual causes: a draft of another target, dtype, "
+        "thinking mode or template, target_layer_ids off by one, RoPE base."
+    )
 
 
 def _warn(found: tuple[str, ...]) -> tuple[str, ...]:

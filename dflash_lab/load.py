@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 from dflash_lab.backends import Models, open_backend
 from dflash_lab.checkpoint import CheckpointError, DraftConfig, draft_fingerprint, read_draft_config
 from dflash_lab.config import PairSpec
-from dflash_lab.embedded import embedded_target
+from dflash_lab.embedded import MANIFEST, embedded_target
 from dflash_lab.prompts import DATA
 
 EMBEDDED = {"smollm2": DATA / "drafts" / "smollm2-135m-dflash-b16"}
-FINGERPRINT = "fingerprint.txt"
+FINGERPRINTED = ("*.json", "*.safetensors", "*.bin", "*.jinja")
 
 Message = Mapping[str, str]
 PromptLike = str | Sequence[Message] | Sequence[int]
@@ -62,13 +63,24 @@ class Pair:
 
         Raises ValueError for an empty prompt, and for `thinking` where the template has no switch.
         """
-        if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], Mapping):
-            return Encoded(ids=tuple(int(token) for token in prompt), thinking="no template")
-        if not prompt:
+        if len(prompt) == 0:
             raise ValueError("the prompt is empty; give text, chat messages or token ids.")
+        as_ids = not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
+        if thinking is not None and (as_ids or not chat):
+            raise ValueError(
+                f"thinking is {thinking}, but this prompt does not go through the chat template, "
+                "which alone knows it. Leave it out."
+            )
+        if as_ids:
+            return Encoded(ids=self.checked_ids(prompt), thinking="no template")
         if self.tokenizer is None:
-            raise ValueError("this pair has no tokenizer; give the prompt as token ids.")
-        if isinstance(prompt, str) and not chat:
+            raise ValueError(
+                "this pair has no tokenizer: the target's folder holds no tokenizer.json. Add it, "
+                "or give the prompt as token ids."
+            )
+        if not chat and not isinstance(prompt, str):
+            raise ValueError("chat=False takes text or token ids; chat messages need the template.")
+        if not chat:
             return Encoded(ids=flat_ids(self.tokenizer(prompt)), thinking="no template")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         switch = {} if thinking is None else {"enable_thinking": thinking}
@@ -85,20 +97,36 @@ class Pair:
         named = {None: "template default", True: "on", False: "off"}[thinking]
         return Encoded(ids=flat_ids(ids), thinking=named)
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """The tokens as text, a stop token at the end left out; special tokens are shown."""
-        if self.tokenizer is None:
-            return ""
-        if tokens and tokens[-1] in self.stop_tokens:
-            tokens = tokens[:-1]
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+    def checked_ids(self, ids: Sequence[Any]) -> tuple[int, ...]:
+        """Token ids as plain whole numbers that the target's embedding has a row for."""
+        try:
+            checked = tuple(operator.index(token) for token in ids)
+        except TypeError as error:
+            raise ValueError(f"a prompt of token ids holds whole numbers only: {error}.") from error
+        rows = self.models.vocabulary
+        outside = [token for token in checked if not 0 <= token < rows]
+        if outside:
+            raise ValueError(f"token id {outside[0]} is not in this target's 0 to {rows - 1}.")
+        return checked
 
-    def pieces(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        """What each token adds to the text: the pieces joined are `text(tokens)`.
+    def text(self, tokens: Sequence[int], stop_tokens: Collection[int] | None = None) -> str:
+        """The tokens as text, a stop token at the end left out; special tokens are shown.
+
+        `stop_tokens` are those that ended the output; without them, the pair's own.
+        """
+        stops = self.stop_tokens if stop_tokens is None else stop_tokens
+        if tokens and tokens[-1] in stops:
+            tokens = tokens[:-1]
+        return self.text_so_far(tokens)
+
+    def pieces(
+        self, tokens: Sequence[int], stop_tokens: Collection[int] | None = None
+    ) -> tuple[str, ...]:
+        """What each token adds to the text: the pieces joined are `text(tokens, stop_tokens)`.
 
         A character split over several tokens belongs to the last of them, the others add nothing.
         """
-        whole, pieces, shown = self.text(tokens), [], 0
+        whole, pieces, shown = self.text(tokens, stop_tokens), [], 0
         for count in range(1, len(tokens) + 1):
             text = whole if count == len(tokens) else self.text_so_far(tokens[:count])
             if count < len(tokens) and (text.endswith("\ufffd") or not whole.startswith(text)):
@@ -175,6 +203,8 @@ def pair_spec(
             f"there is no pair {name!r}; known is {', '.join(map(repr, EMBEDDED))}. "
             "Any other pair is named by target= and draft=, folders or hub ids."
         )
+    if name is not None and (target_revision is not None or draft_revision is not None):
+        raise ValueError(f"the pair {name!r} has no revisions to choose from; leave them out.")
     if name is None and (target is None or draft is None):
         raise ValueError("a pair needs a name, or both target= and draft=.")
     return PairSpec(
@@ -205,6 +235,7 @@ def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> 
         target_folder, draft_folder, config, spec.dtype, spec.device
     )
     tokenizer = load_tokenizer(target_folder)
+    folders = {"target": target_folder, "draft": draft_folder}
     return Pair(
         spec=spec,
         models=models,
@@ -214,6 +245,7 @@ def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> 
             "target": target_fingerprint(target_folder),
             "draft": draft_fingerprint(draft_folder),
             "template": _sha(str(getattr(tokenizer, "chat_template", None))),
+            **{f"{what}_commit": p.name for what, p in folders.items() if is_snapshot(p)},
         },
     )
 
@@ -249,9 +281,9 @@ def resolve(where: str, revision: str | None, what: str, files: Sequence[str]) -
         return Path(snapshot_download(where, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises a dozen kinds; every one means the same here
         raise ModelUnavailable(
-            f"the {what} {where!r} is not in the hub's cache and cannot be fetched "
-            f"({type(error).__name__}). Download the repository elsewhere and give its folder as "
-            f"{what}=."
+            f"the {what} {where!r} is no folder here, not in the hub's cache, and cannot be "
+            f"fetched ({type(error).__name__}). Download the repository elsewhere and give its "
+            f"folder as {what}=."
         ) from error
 
 
@@ -264,13 +296,19 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
+def is_snapshot(folder: Path) -> bool:
+    """Whether a folder is a commit in the hub's cache, and so bears its name."""
+    return folder.parent.name == "snapshots"
+
+
 def target_fingerprint(folder: Path) -> str:
-    """A hash of config and weights' sizes: cheap, and different for every different checkpoint."""
+    """A hash of everything that decides what the target says: settings, tokenizer, all weights."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 16))
+    for path in sorted(p for pattern in FINGERPRINTED for p in folder.glob(pattern)):
+        if path.name != MANIFEST:  # dates and versions of the making, not of the model
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{path.name} {content}\n".encode())
     return digest.hexdigest()
 
 

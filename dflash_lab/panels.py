@@ -18,6 +18,7 @@ from dflash_lab.analyse import (
     Choice,
     cell_frame,
     choose,
+    comparable,
     hardware_classes,
     records,
     survival_frame,
@@ -293,7 +294,7 @@ class Answer:
 
 def answer(run: Run, hardware: str) -> Answer:
     try:
-        choice = choose(run.select(hardware=hardware))
+        choice = choose(comparable(run.select(hardware=hardware)))
     except ValueError as error:
         return Answer(hardware=hardware, choice=None, problem=str(error))
     return Answer(hardware=hardware, choice=choice, problem="")
@@ -304,7 +305,8 @@ class Panels:
 
     They move over the cells like the recommended one, on the hardware class with most cells; where
     nothing is recommended, over the largest grid of our own loop. `grid` is None where there is
-    none. Raises ValueError for a run without a finished cell.
+    none. Of cells that do not compare, such as those over other prompts, the largest part is shown
+    and `left_out` counts the rest. Raises ValueError for a run without a finished cell.
     """
 
     def __init__(self, run: Run):
@@ -318,10 +320,12 @@ class Panels:
         self.answers = tuple(answer(run, hardware) for hardware in classes)
         self.main = max(self.answers, key=self._weight)
         self.choice = self.main.choice
-        frames = {name: cell_frame(run.select(hardware=name)) for name in classes}
+        parts = {name: comparable(run.select(hardware=name)) for name in classes}
+        self.left_out = len(run.cells) - sum(len(part.cells) for part in parts.values())
+        frames = {name: cell_frame(part) for name, part in parts.items()}
         self.frame = frames[self.main.hardware]
         self.rows = {row["cell"]: row for frame in frames.values() for row in records(frame)}
-        here = run.select(hardware=self.main.hardware)
+        here = parts[self.main.hardware]
         self.survival = survival_frame(here)
         self.grid = self._grid(here)
         self.traces = Traces(run, [] if self.grid is None else self.grid.cells.values())

@@ -34,6 +34,7 @@ from dflash_lab.analyse import (
     Choice,
     cell_frame,
     choose,
+    comparable,
     length_frame,
     survival_frame,
 )
@@ -192,7 +193,13 @@ def _curves(cells: Sequence[dict[str, Any]], needed: str) -> list[Curve]:
     for row in sorted(own, key=lambda row: row["block_size"]):
         if (row["backend"], row["dtype"]) in drafting:
             key = (row["backend"], row["dtype"], row["draft_window"])
-            groups.setdefault(key, []).append(row)
+            group = groups.setdefault(key, [])
+            if group and group[-1]["block_size"] == row["block_size"]:
+                raise ValueError(
+                    f"two cells of block size {row['block_size']} for one curve: they differ in "
+                    "prompts, draft or settings. Take one kind by run.select(...)."
+                )
+            group.append(row)
     keys = sorted(groups, key=lambda key: (*key[:2], key[2] is not None, -(key[2] or 0)))
     _set_apart([groups[key] for key in keys])
     return [
@@ -863,7 +870,8 @@ def save(fig: Figure, stem: str | Path) -> list[Path]:
 
 
 def save_figures(run: Run, folder: str | Path) -> list[Path]:
-    """Draw and write every figure of a run."""
+    """Draw and write every figure of a run, of the largest part whose cells compare."""
+    run = comparable(run)
     cells, survivals = cell_frame(run), survival_frame(run)
     drafted = bool(cells["draft_rate"].notna().any())
     chosen = choose(run) if drafted else None

@@ -70,7 +70,8 @@ def _path(source: str) -> Path:
 
 def _read(path: Path, source: str) -> list[Prompt]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): it also splits at characters that may stand inside a JSON string
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     prompts: list[Prompt] = []

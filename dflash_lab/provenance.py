@@ -31,7 +31,7 @@ def provenance(pair: Pair) -> dict[str, Any]:
         "code": code_state(ROOT),
         "versions": versions(),
         "hardware": hardware(facts.get("gpu")),
-        "os": f"{platform.system()} {platform.release()}",
+        "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "models": facts,
         "target": short_name(pair.spec.target),
         "target_revision": pair.spec.target_revision,

@@ -173,7 +173,7 @@ def clear_when_full(path: Path) -> Iterator[None]:
         raise DiskFull(
             error.errno,
             "no space left on the disk. Finished cells and decoded prompts are kept: free some "
-            "space and give the same call again, it goes on from there",
+            "space and give the same call again, it goes on from there. Not written",
             str(path),
         ) from error
 
@@ -366,8 +366,13 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
     return lines, good
 
 
-def finish_cell(part: Part, prompt_order: Sequence[str], ended: str) -> None:
-    """Write the cell's final files from its part file, `cell.json` last, and drop the part."""
+def finish_cell(
+    part: Part, prompt_order: Sequence[str], ended: str, complaints: Sequence[str] = ()
+) -> None:
+    """Write the cell's final files from its part file, `cell.json` last, and drop the part.
+
+    `complaints` are warnings over the whole cell, beside those of single decodes.
+    """
     place = {prompt: index for index, prompt in enumerate(prompt_order)}
     lines = sorted(part.decodes.values(), key=lambda line: _sequence(line, place))
     folder, name = part.folder, part.cell["id"]
@@ -382,7 +387,7 @@ def finish_cell(part: Part, prompt_order: Sequence[str], ended: str) -> None:
             "request": part.cell["request"],
             "requested_block_sizes": part.cell["requested_block_sizes"],
             "provenance": joined(part.processes) | {"ended_utc": ended},
-            "summary": summarise(lines),
+            "summary": summarise(lines, complaints),
         },
     )
     (folder / FAILED).unlink(missing_ok=True)
@@ -435,7 +440,7 @@ def cell_texts(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"pieces": pieces, "tokens": tokens}
 
 
-def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise(lines: Sequence[Mapping[str, Any]], complaints: Sequence[str] = ()) -> dict[str, Any]:
     """Plain sums over a cell; every ratio is made from these or from the tables, elsewhere."""
     prompts = [line["prompt"] for line in lines]
     blocks = [block for line in lines for block in line["blocks"]]
@@ -461,7 +466,7 @@ def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "first_order": min((prompt["order"] for prompt in prompts), default=None),
         "last_order": max((prompt["order"] for prompt in prompts), default=None),
-        "warnings": sorted({warning for line in lines for warning in line["warnings"]}),
+        "warnings": sorted({w for line in lines for w in line["warnings"]} | set(complaints)),
     }
 
 

@@ -21,6 +21,7 @@ from dflash_lab.decoding import (
     decode,
     finish_reason,
     resolve_request,
+    silence,
 )
 from dflash_lab.lease import Leases, is_leased, remove_dead
 from dflash_lab.load import Pair, PromptLike, load_spec, pair_spec
@@ -57,6 +58,35 @@ class SweepProgress:
     total: int
     seconds_left: float | None  # from the pace of this process; None before its first decode
     label: str  # what is going on
+
+
+class ProgressLines:
+    """Says how far a sweep is in a dozen lines, the last one n of n: for a notebook or a log.
+
+    Pass it as `progress`. Lines go to `say`.
+    """
+
+    STEP = 10  # per cent
+
+    def __init__(self, say: Callable[[str], None] = print):
+        self.say = say
+        self.next = 0
+        self.last = ""
+
+    def __call__(self, at: SweepProgress) -> None:
+        if not at.total:  # still loading: only the label says something
+            self._say(at.label)
+            return
+        share = 100 * at.done // at.total
+        if share >= self.next:
+            left = "" if at.seconds_left is None else f", {at.seconds_left / 60:.1f} min left"
+            self._say(f"{at.done} of {at.total} decodes{left}")
+            self.next = min(100, (share // self.STEP + 1) * self.STEP)
+
+    def _say(self, line: str) -> None:
+        if line != self.last:
+            self.say(line)
+            self.last = line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +151,8 @@ def sweep(
     """
     show = progress or (lambda at: None)
     out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; a run is a folder. Name another.")
     prompts = load_prompts(config.prompts, config.categories, config.max_prompts)
     pairs = Pairs(config, pair, show)
     plans = plan_cells(config, pairs, prompts)
@@ -370,7 +402,7 @@ class _Sweep:
                         self._decode_prompt(self.open[plan.id], prompt, repeat)
         except _Cancelled:
             return
-        self._tell("finished")
+        self._tell("left to another process" if self.taken else "finished")
 
     def warn(self) -> None:
         """Say what a reader of the run must know; everything is on the disk by now."""
@@ -502,10 +534,21 @@ class _Sweep:
             return None
 
     def _finish(self, filling: Filling) -> None:
-        finish_cell(filling.part, [prompt.id for prompt in self.prompts], utc_now())
+        order = [prompt.id for prompt in self.prompts]
+        finish_cell(filling.part, order, utc_now(), self._complaints_of_cell(filling))
         self.leases.give_back(filling.part.folder)
         del self.open[filling.plan.id]
         self.finished += 1
+
+    def _complaints_of_cell(self, filling: Filling) -> list[str]:
+        """A useless draft shows over a cell, where single outputs are too short for it."""
+        lines = filling.part.decodes.values()
+        blocks = [block for line in lines for block in line["blocks"] if block["drafted"]]
+        complaint = silence(len(blocks), sum(block["accepted"] for block in blocks))
+        if complaint is None or any(line["warnings"] for line in lines):
+            return []
+        self.complaints[f"{filling.plan.label}: {complaint}"] = None
+        return [complaint]
 
     def _tell(self, label: str) -> None:
         filling = self.open.values()
@@ -585,7 +628,7 @@ def own_line(
         raise _Cancelled
     used = {token for block in trace.blocks for token in (*block.drafted, *block.posterior)}
     texts = token_texts(pair, used | set(trace.tokens), names)
-    return decode_line(trace, keys, pair.pieces(trace.tokens), texts)
+    return decode_line(trace, keys, pair.pieces(trace.tokens, trace.request.stop_tokens), texts)
 
 
 def library_line(
@@ -608,7 +651,7 @@ def library_line(
             **keys,
             "prompt_ids": ids,
             "new_ids": made.tokens,
-            "text": pair.text(made.tokens),
+            "text": pair.text(made.tokens, request.stop_tokens),
             "finish_reason": finish_reason(made.tokens, len(ids), request, cancelled=False),
             "ttft_s": made.ttft_s,
             "decode_s": made.total_s - made.ttft_s,
@@ -616,7 +659,7 @@ def library_line(
             "peak_bytes": pair.models.peak_bytes(),
         },
         "blocks": [],
-        "pieces": pair.pieces(made.tokens),
+        "pieces": pair.pieces(made.tokens, request.stop_tokens),
         "tokens": token_texts(pair, set(made.tokens), names),
         "warnings": [],
     }

@@ -89,7 +89,7 @@ def stored_trace(
 
 def live_trace(pair: Pair, trace: Trace) -> ShownTrace:
     """From a trace in memory."""
-    pieces = pair.pieces(trace.tokens)
+    pieces = pair.pieces(trace.tokens, trace.request.stop_tokens)
     rows = [
         {"drafted": block.drafted, "accepted": block.accepted, "emitted": block.emitted}
         for block in trace.blocks

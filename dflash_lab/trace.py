@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from dflash_lab.accept import Verdict
 
-FINISHED = ("stop", "length", "context", "cancelled")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
@@ -101,7 +99,7 @@ class Trace:
     prefill: PrefillRecord | None  # None where it was cancelled before the first token
     blocks: tuple[BlockRecord, ...]
     text: str  # the tokens decoded, end token left out; "" where the pair has no tokenizer
-    finish_reason: str  # one of FINISHED
+    finish_reason: str  # "stop", "length", "context" or "cancelled"
     total_s: float  # outer clock, start of prefill to last token
     peak_bytes: int | None  # peak memory of the device, or of the process on a CPU
     thinking: str  # "on", "off", "template default" or "no template"

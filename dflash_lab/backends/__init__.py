@@ -56,6 +56,7 @@ class Models(Protocol):
     dtype: str
     device: str
     context_limit: int
+    vocabulary: int  # rows of the target's embedding
     end_tokens: frozenset[int]  # from the model's own configurations
 
     def session(self, draft_window: int | None, speculate: bool) -> Session:
@@ -67,7 +68,7 @@ class Models(Protocol):
         """Greedy decoding by the library's own generator: the independent reference."""
 
     def peak_bytes(self) -> int | None:
-        """Peak memory since the last call, of the device, or of the process on a CPU."""
+        """Peak bytes since the last call, of the GPU, else of the process; None where unknown."""
 
     def describe(self) -> dict[str, Any]:
         """Facts for provenance: versions, attention kernel, threads."""

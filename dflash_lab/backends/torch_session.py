@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import sys
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,6 +174,17 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+def process_peak() -> int | None:
+    """Peak memory of this process since the last call, where the system can tell; else None."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: begin a new peak
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None
+
+
 class _FirstToken:
     """A streamer that notes when the first new token came."""
 
@@ -199,7 +209,11 @@ class TorchModels:
         self.dtype = str(target.dtype).removeprefix("torch.")
         self.device = str(target.device)
         self.context_limit = target.context_limit
+        self.vocabulary = target.embedding.weight.shape[0]
         self.end_tokens = frozenset(_end_tokens(target.model))
+        # generate() fills what a call leaves open from here: a repetition penalty, say, or an end
+        # token that the caller did without. The reference is plain greedy decoding, nothing more.
+        target.model.generation_config = GenerationConfig()
 
     def session(self, draft_window: int | None, speculate: bool) -> TorchSession:
         return TorchSession(self.target, self.draft if speculate else None, draft_window)
@@ -216,14 +230,15 @@ class TorchModels:
             pad_token_id=min(stop_tokens, default=0),
         )
         first = _FirstToken()
-        began = time.perf_counter()
-        out = self.target.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=settings,
-            streamer=first,
-        )
-        synchronize(self.target.device)
+        with self.target.lock:
+            began = time.perf_counter()
+            out = self.target.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                streamer=first,
+            )
+            synchronize(self.target.device)
         total = time.perf_counter() - began
         return Generated(
             tokens=tuple(out[0, ids.shape[1] :].tolist()), ttft_s=first.at - began, total_s=total
@@ -234,8 +249,7 @@ class TorchModels:
             peak = torch.cuda.max_memory_allocated(self.target.device)
             torch.cuda.reset_peak_memory_stats(self.target.device)
             return peak
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return process_peak()
 
     def describe(self) -> dict[str, Any]:
         device = self.target.device

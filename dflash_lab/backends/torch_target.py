@@ -42,7 +42,7 @@ class TorchTarget:
         # forward's keyword for the cache was renamed in transformers 5.24
         names = inspect.signature(type(model).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._lock = threading.Lock()  # hooks see every pass, so passes with hooks go one at a time
+        self.lock = threading.Lock()  # hooks see every pass, so passes with hooks go one at a time
         refuse_irreversible(self.new_cache())
 
     @property
@@ -65,7 +65,7 @@ class TorchTarget:
 
         Features are None where no taps are asked for: plain decoding pays for none.
         """
-        with self._lock, captured(self.layers, taps) as features:
+        with self.lock, captured(self.layers, taps) as features:
             out = self.model(
                 input_ids=ids, use_cache=True, logits_to_keep=int(last_only), **self._cached(cache)
             )
@@ -73,7 +73,7 @@ class TorchTarget:
 
     def read(self, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Final states and features of whole texts [seq, length], without a cache."""
-        with self._lock, captured(self.layers, taps) as features:
+        with self.lock, captured(self.layers, taps) as features:
             states = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return states, features()
 
@@ -129,12 +129,22 @@ def take_back(cache: DynamicCache, tokens: int) -> None:
 
 
 def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> TorchTarget:
-    """The target of a model folder."""
+    """The target of a model folder; raises `UnsupportedTarget` unless every weight is there."""
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # the loaders raise their own kinds for each sort of damage
+        raise UnsupportedTarget(f"the target in {folder} cannot be loaded: {error}") from error
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
+    lacking = sorted(map(str, (*told["missing_keys"], *told["mismatched_keys"])))
+    if lacking:
+        raise UnsupportedTarget(
+            f"the target in {folder} lacks weights, or has them in another shape: "
+            f"{', '.join(lacking)}. They would be random numbers; take a complete folder."
+        )
     return TorchTarget(model.to(device))

@@ -42,7 +42,7 @@ def content(run: Run) -> dict[str, Any]:
             {"cell": cell.id, "what": asked_of(cell.request), "error": cell.error}
             for cell in run.failed
         ],
-        "missing": missing(run),
+        "missing": missing(run, panels.left_out),
         **explorer(panels),
         "why": why(panels),
         "settings": settings(run),
@@ -165,12 +165,15 @@ def looped(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def missing(run: Run) -> str:
+def missing(run: Run, left_out: int) -> str:
     """How many cells are in no figure, empty where all are."""
+    reasons = (
+        (len(run.failed), "failed"),
+        (len(run.unfinished), "unfinished"),
+        (left_out, "over other prompts, of another draft or with other settings"),
+    )
     parts = [
-        f"{count} {'cell' if count == 1 else 'cells'} {what}"
-        for count, what in ((len(run.failed), "failed"), (len(run.unfinished), "unfinished"))
-        if count
+        f"{count} {'cell' if count == 1 else 'cells'} {what}" for count, what in reasons if count
     ]
     return f"{' and '.join(parts)}: in no figure here." if parts else ""
 
@@ -308,7 +311,7 @@ def _values(values: Sequence[str]) -> str:
     different = list(dict.fromkeys(values))
     if len(different) <= MOST_VALUES:
         return "; ".join(different)
-    return f"{len(different)} values, {min(different)} to {max(different)}"
+    return f"{len(different)} values, {different[0]} to {different[-1]}"
 
 
 def order(run: Run) -> str:

@@ -11,10 +11,10 @@ import pytest
 
 from dflash_lab.analyse import (
     HardwareWarning,
-    PromptsWarning,
     block_frame,
     cell_frame,
     choose,
+    comparable,
     draw_prompts,
     intervals,
     length_frame,
@@ -522,19 +522,21 @@ def test_without_plain_decoding_there_is_no_speedup(tmp_path):
     assert choice.sentence.endswith("; plain decoding was not measured.")
 
 
-def test_prompts_that_a_cell_lacks_are_left_out_of_the_choice_and_said_so(tmp_path):
+def test_plain_decoding_of_other_prompts_is_no_baseline(tmp_path):
     few = {"block_size": 4}, [timed("a", 30), timed("b", 30)], []
     many = {"block_size": 1}, [timed("a", 10), timed("b", 10), timed("c", 1000)], []
-    run = hand_run(tmp_path, few, many)
-    with pytest.warns(PromptsWarning, match="1 prompt is not in every cell"):
-        choice = choose(run)
-    assert (choice.prompts, choice.plain_tokens_per_s) == (2, pytest.approx(10))
+    assert choose(hand_run(tmp_path, few, many)).verdict == "no baseline"
 
 
-def test_cells_without_a_common_prompt_do_not_compare(tmp_path):
-    run = hand_run(tmp_path, ({"block_size": 4}, [timed("a", 9)], []), cell_at(9, 1))
-    with pytest.raises(ValueError, match="no prompt is in every cell"):
+def test_cells_over_other_prompts_do_not_compare_and_the_larger_part_is_shown(tmp_path):
+    few = {"block_size": 4}, [timed("a", 30)], []
+    many = [({"block_size": size}, [timed("a", 10), timed("b", 10)], []) for size in (1, 4)]
+    run = hand_run(tmp_path, few, *many)
+    with pytest.raises(ValueError, match=r"prompts is 1 of mini and 2 of mini.*folder of its own"):
         choose(run)
+    part = comparable(run)
+    assert sorted(cell.block_size for cell in part.cells) == [1, 4]
+    assert choose(part).prompts == 2
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ def test_a_block_size_that_is_no_whole_number_is_named_with_its_key(value):
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, 5e5),
         ({"rope_theta": None, "rope_scaling": {"rope_theta": 5e5}}, 5e5),
         ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": None, "dflash_config": nested(rope_theta=5e5)}, 5e5),
+        ({"rope_theta": 5e5, "partial_rotary_factor": None}, 5e5),
         ({"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, 5e5),
     ],
 )
@@ -110,6 +112,16 @@ def test_two_different_rope_bases_are_an_error_that_names_both():
     raw = draft_json(rope_theta=1e6, rope_parameters={"rope_theta": 1e7})
     with pytest.raises(checkpoint.ConfigConflict, match=r"1e\+07.*1e\+06"):
         parse_draft_config(raw)
+
+
+def test_a_nested_rope_base_is_not_overlooked():
+    with pytest.raises(checkpoint.ConfigConflict, match=r"dflash_config\.rope_theta"):
+        parse_draft_config(draft_json(rope_theta=1e6, dflash_config=nested(rope_theta=1e7)))
+
+
+def test_settings_of_other_programs_are_noted():
+    config = parse_draft_config(draft_json(dflash_config=nested(runtime_block_size=4)))
+    assert "runtime_block_size is another program's setting" in config.notes[0]
 
 
 def test_no_rope_base_at_all_is_an_error_and_never_10000():
@@ -160,6 +172,8 @@ def test_top_level_causality_goes_before_nested():
         ({"dflash_config": nested(selector_rank=4)}, checkpoint.UnsupportedDraft, "DFlash 2"),
         ({"dflash_config": nested(markov_rank=4)}, checkpoint.UnsupportedDraft, "DSpark"),
         ({"dflash_config": nested(sample_from_anchor=True)}, checkpoint.UnsupportedDraft, "anchor"),
+        ({"sample_from_anchor": True}, checkpoint.UnsupportedDraft, "anchor"),
+        ({"dflash_config": nested(target_layer_ids=3)}, checkpoint.WidthMismatch, "a list"),
         ({"dflash_config": nested(surprise=1)}, checkpoint.UnsupportedDraft, "surprise"),
         ({"dflash_config": nested(output_multiplier=2.0)}, checkpoint.UnsupportedDraft, "output"),
         ({"dflash_config": nested(target_layer_ids=[1, 1])}, checkpoint.WidthMismatch, "different"),

@@ -94,6 +94,13 @@ def test_what_a_user_can_mend_is_one_line(call, monkeypatch, tmp_path, arguments
     assert "Traceback" not in err
 
 
+def test_a_sweep_takes_the_variable_where_no_flag_is_given(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("DFLASH_BLOCK_SIZE", "4")
+    call("sweep", "--out", tmp_path / "run", "--max-prompts", 1, "--max-new-tokens", 8)
+    _, rows, _ = call("status", tmp_path / "run")
+    assert [row.split("block_size=")[1][0] for row in rows.splitlines()] == ["4"]
+
+
 def test_an_empty_or_bad_variable_stops_the_command_with_its_name(call, monkeypatch):
     for value in ("", "twelve", "0"):
         monkeypatch.setenv("DFLASH_BLOCK_SIZE", value)

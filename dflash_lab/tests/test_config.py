@@ -37,6 +37,7 @@ def test_whole_numbers_of_other_libraries_become_plain_ones():
         ({"proposal": "sample"}, "proposal is 'sample'"),
         ({"timing": "fast"}, "whole, stages"),
         ({"stop_tokens": (-1,)}, "stop_tokens"),
+        ({"stop_tokens": 5}, r"stop_tokens is 5; expected a list"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(settings, words):
@@ -50,6 +51,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(settings, words):
         ({"block_sizes": ()}, "block_sizes is empty"),
         ({"draft_windows": ()}, "draft_windows is empty"),
         ({"repeats": 0}, "repeats"),
+        ({"block_sizes": 8}, r"block_sizes is 8; expected a list"),
+        ({"categories": ()}, "categories is empty"),
+        ({"timing": "stages", "library_baseline": True}, "no stages to time"),
+        ({"pair": PairSpec(target="t", draft="d"), "dtype": "float32"}, "stand in the PairSpec"),
         ({"max_prompts": 0}, "max_prompts"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"backend": "jax"}, "backend is 'jax'"),

@@ -125,6 +125,15 @@ def test_end_tokens_of_model_tokenizer_and_caller_are_joined():
     assert trace.request.stop_tokens == {5}
 
 
+def test_text_leaves_out_the_token_that_ended_it_and_no_other():
+    text = [*b"abc", 7]
+    pair = scripted_pair(target=replay_target(len(PROMPT), text), end_tokens=frozenset({98}))
+    trace = quiet_decode(pair, max_new_tokens=9, stop_tokens=(7,), ignore_end=True)
+    assert (trace.text, trace.finish_reason) == ("abc", "stop")
+    trace = quiet_decode(pair, max_new_tokens=2, ignore_end=True)
+    assert (trace.text, trace.finish_reason) == ("ab", "length")  # 98 is b, and ended nothing
+
+
 @pytest.mark.parametrize("prompt_length", [10, 17, 18, 19, 20, 21, 22, 23])
 def test_blocks_are_narrower_only_where_the_context_would_overflow(prompt_length):
     pair = scripted_pair(context_limit=24)

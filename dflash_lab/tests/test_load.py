@@ -28,6 +28,8 @@ def test_an_unknown_pair_is_one_line_that_names_the_known_ones():
         ({"target": "t"}, "a name, or both"),
         ({"name": "smollm2", "draft": "d"}, "not both"),
         ({"target": "t", "draft": "d", "dtype": "int8"}, "dtype is 'int8'"),
+        ({"target": "t", "draft": "d", "device": "gpu"}, "device is 'gpu'"),
+        ({"name": "smollm2", "target_revision": "abc"}, "has no revisions"),
         ({"target": "t", "draft": "d", "backend": "jax"}, "backend is 'jax'"),
     ],
 )
@@ -89,7 +91,12 @@ def test_a_folder_may_bear_any_name(qwen3_toy, tmp_path):
 
 def test_fingerprints_tell_checkpoints_apart_and_copies_not(qwen3_toy, untied_toy, tmp_path):
     copy = shutil.copytree(qwen3_toy.target, tmp_path / "copy")
+    (copy / "manifest.json").write_text('{"made": "another day"}')
     assert target_fingerprint(copy) == target_fingerprint(qwen3_toy.target)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1  # the last byte of the last tensor
+    (copy / "model.safetensors").write_bytes(weights)
+    assert target_fingerprint(copy) != target_fingerprint(qwen3_toy.target)
     assert target_fingerprint(untied_toy.target) != target_fingerprint(qwen3_toy.target)
     assert len(draft_fingerprint(qwen3_toy.draft)) == 64
 
@@ -111,6 +118,38 @@ def test_thinking_is_honoured_where_the_template_knows_it_and_refused_elsewhere(
     assert toy_pair.encode("hi", thinking=False).thinking == "off"
     with pytest.raises(ValueError, match=r"thinking is True.*no such switch"):
         llama_toy.load().encode("hi", thinking=True)
+
+
+@pytest.mark.parametrize("settings", [{"chat": False}, {}])
+def test_thinking_is_refused_where_no_template_is_used(toy_pair, settings):
+    prompt = "hi" if settings else (104, 105)
+    with pytest.raises(ValueError, match="does not go through the chat template"):
+        toy_pair.encode(prompt, thinking=True, **settings)
+
+
+@pytest.mark.parametrize("ids", [[1.7, 2.2], ["1", "2"], [10**6], [-1], [512]])
+def test_ids_that_the_target_has_no_row_for_are_refused(toy_pair, ids):
+    with pytest.raises(ValueError, match=r"whole numbers only|not in this target's 0 to 511"):
+        toy_pair.encode(ids)
+
+
+def test_chat_messages_without_a_template_are_refused(toy_pair):
+    with pytest.raises(ValueError, match="messages need the template"):
+        toy_pair.encode([{"role": "user", "content": "hi"}], chat=False)
+
+
+def test_a_target_that_lacks_weights_is_refused_by_their_names(qwen3_toy, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(qwen3_toy.target, tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights.*layers\.2\.mlp\.up_proj"):
+        dl.load_pair(target=folder, draft=qwen3_toy.draft)
+    (folder / "model.safetensors").write_bytes(b"\x00" * 40)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        dl.load_pair(target=folder, draft=qwen3_toy.draft)
 
 
 def test_a_pair_without_a_tokenizer_takes_ids_and_says_so_for_text():

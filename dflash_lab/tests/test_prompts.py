@@ -52,6 +52,12 @@ def test_a_faulty_file_is_one_error_that_names_the_line(tmp_path, rows, words):
         load_prompts(written(tmp_path / "p.jsonl", *rows))
 
 
+def test_a_line_may_hold_the_line_separators_that_json_allows(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False), encoding="utf-8")
+    assert load_prompts(str(path))[0].turns == ("a\u2028b\x85c",)
+
+
 def test_a_file_that_is_not_utf8_says_so(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "caf\xe9"}\n')

@@ -419,6 +419,32 @@ def test_auto_takes_what_is_there_and_a_missing_device_is_named(monkeypatch):
         pick_device("gpu")
 
 
+def test_the_reference_is_plain_greedy_whatever_the_model_was_saved_with(toy, tmp_path):
+    import json
+    import shutil
+
+    from dflash_lab import load_pair
+
+    folder = shutil.copytree(toy.target, tmp_path / "target")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 2.0}))
+    models = load_pair(target=folder, draft=toy.draft).models
+    made = models.library_generate(toy.prompts[0], 40, frozenset())
+    assert made.tokens == toy.greedy[0][:40]
+    assert models.end_tokens  # they were read before the settings were dropped
+
+
+def test_peak_memory_is_that_of_the_time_since_the_last_call(pair):
+    if pair.models.peak_bytes() is None:
+        pytest.skip("this system does not tell a process its peak memory")
+    before = pair.models.peak_bytes()
+    much = torch.ones(60_000_000)
+    del much
+    with_it, after = pair.models.peak_bytes(), pair.models.peak_bytes()
+    assert with_it > before + 150_000_000
+    assert after < with_it - 150_000_000
+
+
 def test_nothing_on_a_cpu_asks_cuda_for_anything(monkeypatch, toy, pair):
     def boom(*_):
         raise AssertionError("cuda on a CPU")
