@@ -79,9 +79,9 @@ def slow_forward(net, embedded, features, anchor, window):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_block_sees_what_the_definition_says_and_no_more(form, window):
     net = network(**form)
-    features, anchors = torch.randn(40, 128), torch.tensor([[1, 7, 20, 39]])
-    embedded = torch.randn(1, 4, 8, 64)
-    positions = torch.arange(40)
+    features, anchors = torch.randn(24, 128), torch.tensor([[1, 7, 23]])
+    embedded = torch.randn(1, 3, 8, 64)
+    positions = torch.arange(24)
     context = net.context(features[None], positions)
     states = net(embedded, anchors, context, positions, window)
     for place, anchor in enumerate(anchors[0].tolist()):

@@ -75,7 +75,7 @@ def test_tokens_equal_plain_decoding_for_every_draft(monkeypatch, toy, pair, scr
         assert decode(pair, prompt, config).tokens == text[:36]
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 10**9])
+@pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_tokens_equal_plain_decoding_for_every_block_size_and_window(toy, pair, size, window):
     config = DecodeConfig(
@@ -294,8 +294,8 @@ def draft_states(session, anchor, monkeypatch):
     return kept[0]
 
 
-@pytest.mark.parametrize("window", [None, 6, 16])
-@pytest.mark.parametrize("k", [0, 1, 2, 5, 7])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("k", [0, 2, 7])
 def test_draft_logits_after_every_block_equal_those_of_a_fresh_draft(
     monkeypatch, toy, pair, k, window
 ):
@@ -319,7 +319,7 @@ def test_draft_logits_after_every_block_equal_those_of_a_fresh_draft(
         assert session.draft_cache_tokens == min(place, window or place)
 
 
-@pytest.mark.parametrize("window", [8, 16])
+@pytest.mark.parametrize("window", [8])
 @pytest.mark.parametrize("extra", ["w-1", "w", "w+1", "3w"])
 def test_a_context_position_matters_if_and_only_if_it_is_inside_the_window(
     monkeypatch, pair, window, extra
@@ -360,7 +360,7 @@ def test_a_huge_window_gives_the_trace_of_none(toy, pair):
 
 
 def test_draft_cache_bytes_stay_bounded_with_a_window_and_are_in_the_trace(toy, pair):
-    config = DecodeConfig(block_size=2, draft_window=16, max_new_tokens=400, ignore_end=True)
+    config = DecodeConfig(block_size=2, draft_window=16, max_new_tokens=150, ignore_end=True)
     trace = decode(pair, toy.prompts[0], config)
     per_token = pair.draft_config.context_bytes_per_token(4)
     assert max(block.draft_cache_tokens for block in trace.blocks) == 16
