@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 
@@ -67,7 +67,7 @@ class TorchTarget:
         """
         with self.lock, captured(self.layers, taps) as features:
             out = self.model(
-                input_ids=ids, use_cache=True, logits_to_keep=int(last_only), **self._cached(cache)
+                input_ids=ids, use_cache=True, logits_to_keep=int(last_only), **self.cached(cache)
             )
             return out.logits, features() if taps else None
 
@@ -77,7 +77,8 @@ class TorchTarget:
             states = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return states, features()
 
-    def _cached(self, cache: DynamicCache) -> dict[str, Any]:
+    def cached(self, cache: Cache) -> dict[str, Any]:
+        """The cache under the name that this model's forward has for it."""
         return {self._cache_name: cache}
 
 
