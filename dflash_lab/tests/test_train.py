@@ -13,15 +13,25 @@ from dflash_lab.train.features import cache_features
 from dflash_lab.train.fit import (
     IGNORED,
     Batches,
+    BlockLoss,
     FitConfig,
+    LossNotFinite,
+    LossSums,
     block_loss,
+    decay_weights,
     fit,
-    held_out_tau,
-    loss_of,
+    held_out_survival,
     pace_weights,
     warm_start,
 )
-from dflash_lab.train.rows import Row, loop_start, ngram_hashes, read_rows, split
+from dflash_lab.train.rows import (
+    Row,
+    imported_rows,
+    loop_start,
+    ngram_hashes,
+    split,
+    usable,
+)
 
 SMALL = FitConfig(
     steps=6,
@@ -56,26 +66,33 @@ def loss_inputs(labels, vocabulary=7):
 def test_the_loss_is_the_weighted_mean_of_the_cross_entropies():
     labels = torch.tensor([[1, 2, IGNORED]])
     logits, *rest = loss_inputs(labels)
-    loss, right = block_loss(logits, *rest, soft=0.0, alpha=0.5)
+    sums = block_loss(logits, *rest, replace(SMALL, soft=0.0))
     entropy = -logits.log_softmax(-1)[0, [0, 1], [1, 2]]
     s = 0.5 * (-entropy).exp() + 0.5
     weights = torch.stack((s[0] + s[0] * s[1], s[0] * s[1]))
-    torch.testing.assert_close(loss, (weights * entropy).sum() / weights.sum())
-    assert right[0, 2] == 0
+    torch.testing.assert_close(sums.loss / sums.weight, (weights * entropy).sum() / weights.sum())
+    assert sums.counted.tolist() == [1, 1, 0]
+
+
+def test_decay_weights_are_those_of_the_paper():
+    for drafted, last in ((7, 0.223), (9, 0.202), (15, 0.135)):
+        weights = decay_weights(torch.ones(1, drafted))[0]
+        assert weights[0] == 1
+        assert weights[-1].item() == pytest.approx(last, abs=5e-4)
 
 
 def test_soft_labels_pull_towards_the_targets_likeliest_tokens():
     labels = torch.tensor([[1]])
     logits = torch.zeros(1, 1, 7, requires_grad=True)
     ids, share = torch.tensor([[[3, 4]]]), torch.tensor([[[0.75, 0.25]]])
-    block_loss(logits, labels, ids, share, soft=1.0, alpha=0.5)[0].backward()
+    block_loss(logits, labels, ids, share, replace(SMALL, soft=1.0)).loss.backward()
     pull = -logits.grad[0, 0]
     assert pull[3] > pull[4] > 0 > pull[1]
 
 
 def test_a_batch_without_one_label_is_an_error_and_not_a_nan():
     with pytest.raises(ValueError, match="every label is -100"):
-        block_loss(*loss_inputs(torch.full((2, 3), IGNORED)), soft=0.0, alpha=0.5)
+        block_loss(*loss_inputs(torch.full((2, 3), IGNORED)), SMALL)
 
 
 def test_a_repetition_loop_is_found_where_it_begins():
@@ -87,6 +104,8 @@ def test_a_repetition_loop_is_found_where_it_begins():
 
 
 class WordTokenizer:
+    chat_template = "{{ messages }}"
+
     def apply_chat_template(self, messages, add_generation_prompt, return_dict):
         return {"input_ids": [len(word) for word in messages[0]["content"].split()]}
 
@@ -108,7 +127,7 @@ def test_rows_are_cut_dropped_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     forbidden = [closed, " ".join(f"w{n}" for n in range(55, 68))]
-    kept, counts = read_rows(path, WordTokenizer(), forbidden)
+    kept, counts = usable(imported_rows(path, WordTokenizer()), WordTokenizer(), forbidden)
     assert [row.prompt for row in kept] == ["one", "loop"]
     assert (counts.read, counts.used, counts.duplicates) == (6, 2, 1)
     assert (counts.too_short, counts.loops_cut, counts.overlapping) == (1, 1, 2)
@@ -123,7 +142,7 @@ def test_ngrams_ignore_case_and_punctuation_and_need_13_words():
 
 
 def test_the_split_depends_on_the_prompts_and_not_on_their_order():
-    rows = [Row(prompt=f"p{n}", prompt_ids=(1,), answer_ids=(2,)) for n in range(20)]
+    rows = [Row(prompt=f"p{n}", prompt_ids=(n,), answer_ids=(2,)) for n in range(20)]
     train, held = split(rows, 5)
     assert len(held) == 5
     again, held_again = split(rows[::-1], 5)
@@ -238,7 +257,7 @@ def test_the_training_forward_is_the_decoding_forward(stage, llama_toy):
             assert torch.equal(target.head(states[0, 0, 1:]).argmax(-1), drafted)
 
 
-def run_fit(folder, stage, steps=6, stop_at=None):
+def run_fit(folder, stage, stop_at=None, **settings):
     target, rows, cache = stage
     network = new_network()
     warm_start(network, target)
@@ -253,20 +272,44 @@ def run_fit(folder, stage, steps=6, stop_at=None):
                 return real(self, step)
 
         batches = Stopped(rows, cache, SMALL, 512)
-    measure = held_out_tau(target, rows[:1], cache, 0, 8)
-    state = fit(folder, network, target, batches, measure, replace(SMALL, steps=steps))
-    return network, state
+    measure = held_out_survival(target, rows[:1], cache, 0, 8)
+    curve = fit(folder, network, target, batches, measure, replace(SMALL, **settings))
+    return network, curve
 
 
-def test_a_fit_stopped_and_resumed_gives_the_weights_of_an_undisturbed_one(stage, tmp_path):
-    whole, state = run_fit(tmp_path / "whole", stage)
+@pytest.mark.parametrize(
+    "settings", [{}, {"optimizer": "muon", "average": 0.9, "weights": "decay"}]
+)
+def test_a_fit_stopped_and_resumed_gives_the_weights_of_an_undisturbed_one(
+    stage, tmp_path, settings
+):
+    whole, curve = run_fit(tmp_path / "whole", stage, **settings)
     with pytest.raises(KeyboardInterrupt):
-        run_fit(tmp_path / "parts", stage, stop_at=4)
-    resumed, resumed_state = run_fit(tmp_path / "parts", stage)
+        run_fit(tmp_path / "parts", stage, stop_at=4, **settings)
+    resumed, resumed_curve = run_fit(tmp_path / "parts", stage, **settings)
     for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    assert state.curve == resumed_state.curve
-    assert [row["step"] for row in state.curve] == [3, 6]
+    assert curve == resumed_curve
+    assert [row["step"] for row in curve if row["name"] == "held-out tau"] == [3, 6]
+    assert {row["slot"] for row in curve if row["name"] == "accuracy"} == set(range(1, 8))
+
+
+def test_a_fit_stops_when_the_held_out_tau_no_longer_rises_and_gives_the_best_weights(
+    stage, tmp_path
+):
+    target, rows, cache = stage
+    network, settings = new_network(), replace(SMALL, steps=50, evaluate_every=1, patience=2)
+    taus, seen = iter([0.1, 0.5, 0.3, 0.2]), []
+
+    def measure(network):
+        seen.append({name: value.clone() for name, value in network.state_dict().items()})
+        return [next(taus)]
+
+    batches = Batches(rows, cache, settings, 512)
+    curve = fit(tmp_path, network, target, batches, measure, settings)
+    assert max(row["step"] for row in curve) == 4
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, seen[1][name])
 
 
 def test_a_checkpoint_of_other_settings_is_refused(stage, tmp_path):
@@ -281,9 +324,11 @@ def test_a_fit_learns_what_it_is_shown(stage):
     warm_start(network, target)
     batches = Batches(rows, cache, SMALL, 512)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    measured = BlockLoss(network, target, SMALL)
     losses = []
     for step in range(60):
-        loss, _ = loss_of(network, target, batches[step], SMALL)
+        sums = measured(batches[step])
+        loss = sums.loss / sums.weight
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -296,8 +341,9 @@ def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_checkpoint(
 ):
     run_fit(tmp_path, stage, steps=6)
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    nothing = (torch.tensor(float("nan"), requires_grad=True), torch.zeros(1, 1))
-    monkeypatch.setattr("dflash_lab.train.fit.loss_of", lambda *_: nothing)
-    with pytest.raises(FloatingPointError, match="loss is nan at step 0"):
+    one = torch.ones(())
+    nothing = LossSums(torch.tensor(float("nan"), requires_grad=True), one, one[None], one[None])
+    monkeypatch.setattr("dflash_lab.train.fit.BlockLoss.forward", lambda *_: nothing)
+    with pytest.raises(LossNotFinite, match="loss is nan at step 0"):
         run_fit(tmp_path / "new", stage)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before

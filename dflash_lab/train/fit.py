@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash_lab.backends.torch_anchors import accepted_counts, walk
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.backends.torch_target import TorchTarget
-from dflash_lab.train.features import FeatureCache
+from dflash_lab.config import one_of
+from dflash_lab.train.features import LIKELIEST, FeatureCache
 from dflash_lab.train.rows import Row
 
 IGNORED = -100
+WEIGHTS = ("pace", "decay")
+OPTIMIZERS = ("adamw", "muon")
+GAMMA_AT, GAMMA = (2, 8, 10, 16), (1.0, 4.0, 5.0, 7.0)  # published for 8, 10 and 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +38,27 @@ class FitConfig:
     rows_a_step: int = 8
     labels_a_step: int = 1440  # sets the anchors a row, so that every width costs the same
     widths: tuple[tuple[int, float], ...] = ((4, 0.2), (8, 0.4), (16, 0.4))  # width, share of steps
+    optimizer: str = "adamw"  # "muon": for the matrices, AdamW for the rest
     learning_rate: float = 6e-4
     warm_up: float = 0.04
     weight_decay: float = 0.01
     clip: float = 1.0
-    soft: float = 0.5  # share of the loss against the target's likeliest tokens
+    average: float = 0.0  # decay of the averaged weights; 0 keeps the last ones
+    weights: str = "pace"  # of draft positions: D-PACE, or "decay" by position
     pace: float = 0.5  # D-PACE's alpha
+    soft: float = 0.5  # share of the loss against the target's likeliest tokens
     frequent: int = 6144  # tokens always in the loss's vocabulary; plus labels and a random part
     sampled: int = 2048
+    bfloat16: bool = True
     seed: int = 0
-    checkpoint_s: float = 60.0
+    checkpoint_s: float = 45.0
     evaluate_every: int = 300
     evaluation_block: int = 8
+    patience: int = 4  # evaluations without a better held-out tau before the fit stops
+
+    def __post_init__(self) -> None:
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("weights", self.weights, WEIGHTS)
 
 
 @dataclass(slots=True)
@@ -50,10 +66,19 @@ class Progress:
     """Where a fit stands; stored with every checkpoint."""
 
     step: int = 0
-    curve: list[dict[str, int | float]] = field(default_factory=list)
-    losses: float = 0.0  # sums since the last row of the curve
-    first_right: float = 0.0
-    seen: int = 0
+    curve: list[dict[str, Any]] = field(default_factory=list)  # long form: step, name, slot, value
+    best: float = 0.0  # held-out tau
+    since_best: int = 0  # evaluations
+    losses: list[float] = field(default_factory=list)  # since the last evaluation
+    right: list[float] = field(default_factory=list)  # by draft position, since then
+    counted: list[float] = field(default_factory=list)
+
+
+def decay_weights(counted: Float[Tensor, "blocks drafted"]) -> Float[Tensor, "blocks drafted"]:
+    """Draft position k weighs exp(-(k - 1) / gamma), gamma by block size (arXiv 2602.06036)."""
+    drafted = counted.shape[-1]
+    gamma = float(np.interp(drafted + 1, GAMMA_AT, GAMMA))
+    return counted * torch.exp(-torch.arange(drafted, device=counted.device) / gamma)
 
 
 def pace_weights(
@@ -71,15 +96,24 @@ def pace_weights(
     return reach.flip(-1).cumsum(-1).flip(-1) * counted
 
 
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Weighted cross entropy of a batch before its division, so that batches can be joined."""
+
+    loss: Float[Tensor, ""]
+    weight: Float[Tensor, ""]
+    right: Float[Tensor, " drafted"]  # how often each position was right, of `counted`
+    counted: Float[Tensor, " drafted"]
+
+
 def block_loss(
     logits: Float[Tensor, "blocks drafted vocab"],
     labels: Int[Tensor, "blocks drafted"],
     soft_ids: Int[Tensor, "blocks drafted likeliest"],
     soft_probabilities: Float[Tensor, "blocks drafted likeliest"],
-    soft: float,
-    alpha: float,
-) -> tuple[Float[Tensor, ""], Float[Tensor, "blocks drafted"]]:
-    """Weighted cross entropy in nats per drafted token, and whether each one was right.
+    config: FitConfig,
+) -> LossSums:
+    """Weighted cross entropy in nats per drafted token.
 
     A label of -100 weighs nothing, a soft id of -100 likewise. Raises ValueError where every label
     is -100: the mean would be 0 / 0, and training would go on.
@@ -93,39 +127,67 @@ def block_loss(
     share = soft_probabilities * (soft_ids != IGNORED)
     share = share / share.sum(-1, keepdim=True).clamp_min(1e-6)
     distilled = -(share * log_likelihood.gather(-1, soft_ids.clamp_min(0))).sum(-1)
-    weights = pace_weights((-hard).detach().exp(), counted, alpha)
-    loss = (weights * ((1 - soft) * hard + soft * distilled)).sum() / weights.sum()
-    return loss, (logits.argmax(-1) == labels).to(logits.dtype)
+    if config.weights == "pace":
+        weights = pace_weights((-hard).detach().exp(), counted, config.pace)
+    else:
+        weights = decay_weights(counted)
+    loss = weights * ((1 - config.soft) * hard + config.soft * distilled)
+    right = (logits.argmax(-1) == labels).to(logits.dtype)
+    return LossSums(loss.sum(), weights.sum(), right.sum(0), counted.sum(0))
 
 
-def warm_start(network: DraftNetwork, target: TorchTarget) -> None:
-    """Begin as the target's last layers, reading the last tap (for targets of the Llama kind).
+def warm_start(network: DraftNetwork, target: TorchTarget) -> int:
+    """Begin as the target's last layers, reading the last tap; how many tensors were copied.
 
     With `fc` picking the last tap and `hidden_norm` the first copied layer's input norm, that
-    layer's context keys and values are the target's own, but for the norm on keys.
+    layer's context keys and values are the target's own, but for the norm on keys. What the target
+    does not have in the draft's shape keeps its random start.
     """
-    copied = list(target.layers)[-len(network.layers) :]
-    hidden = network.config.hidden_size
+    hidden, sources = network.config.hidden_size, list(target.layers)[-len(network.layers) :]
     with torch.no_grad():
         network.fc.weight.zero_()
         network.fc.weight[:, -hidden:] = torch.eye(hidden)
-        network.hidden_norm.weight.copy_(copied[0].input_layernorm.weight)
-        network.norm.weight.copy_(target.model.base_model.norm.weight)
-        for layer, source in zip(network.layers, copied, strict=True):
-            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                getattr(layer.self_attn, name).weight.copy_(getattr(source.self_attn, name).weight)
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight)
-            layer.input_layernorm.weight.copy_(source.input_layernorm.weight)
-            layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
-            for norm, projection in (
-                (layer.self_attn.q_norm, source.self_attn.q_proj),
-                (layer.self_attn.k_norm, source.self_attn.k_proj),
-            ):
-                # What the new norm divides by, on average, for rows of unit size.
-                scaled = projection.weight.float() * source.input_layernorm.weight.float()
-                per_head = scaled.square().sum(-1).view(-1, network.config.head_dim)
-                norm.weight.fill_(per_head.mean(-1).sqrt().mean().item())
+        copied = 0
+        for layer, source in zip(network.layers, sources, strict=False):
+            theirs = _effective_weights(source)
+            copied += sum(
+                _copy(weight, theirs.get(name)) for name, weight in layer.named_parameters()
+            )
+            if "self_attn.k_norm.weight" not in theirs and "self_attn.k_proj.weight" in theirs:
+                _start_norms(layer, theirs, network.config.head_dim)
+        first = _effective_weights(sources[0]).get("input_layernorm.weight")
+        last = _effective_weights(target.model.base_model).get("norm.weight")
+        copied += _copy(network.hidden_norm.weight, first) + _copy(network.norm.weight, last)
+    return copied
+
+
+def _effective_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name; a norm's as what it multiplies by (some families store that less 1)."""
+    weights = {name: value for name, value in module.named_parameters() if value.ndim}
+    for name, part in module.named_modules():
+        if type(part).__name__.endswith("RMSNorm") and f"{name}.weight" in weights:
+            weights[f"{name}.weight"] = part(torch.ones_like(weights[f"{name}.weight"]))
+    return weights
+
+
+def _copy(weight: Tensor, source: Tensor | None) -> bool:
+    if source is None or source.shape != weight.shape:
+        return False
+    weight.copy_(source)
+    return True
+
+
+def _start_norms(layer: nn.Module, theirs: dict[str, Tensor], head_dim: int) -> None:
+    # What the draft's norm divides by, on average, for rows of unit size.
+    for norm, name in ((layer.self_attn.q_norm, "q_proj"), (layer.self_attn.k_norm, "k_proj")):
+        projection = theirs[f"self_attn.{name}.weight"].float()
+        scaled = projection * theirs["input_layernorm.weight"].float()
+        per_head = scaled.square().sum(-1).view(-1, head_dim)
+        norm.weight.fill_(per_head.mean(-1).sqrt().mean().item())
+
+
+class LossNotFinite(RuntimeError):
+    """The loss became NaN or infinite; nothing after it would be worth keeping."""
 
 
 class Batches:
@@ -167,8 +229,8 @@ class Batches:
         anchors = torch.zeros(len(chosen), anchors_a_row, dtype=torch.long)
         labels = torch.full((len(chosen), anchors_a_row, width - 1), IGNORED)
         first = torch.zeros(len(chosen), anchors_a_row, dtype=torch.long)
-        soft_ids = torch.full((len(chosen), anchors_a_row, width - 1, 16), IGNORED)
-        soft = torch.zeros(len(chosen), anchors_a_row, width - 1, 16)
+        soft_ids = torch.full((len(chosen), anchors_a_row, width - 1, LIKELIEST), IGNORED)
+        soft = torch.zeros(len(chosen), anchors_a_row, width - 1, LIKELIEST)
         for place, index in enumerate(chosen):
             text = torch.tensor(texts[place])
             states, likeliest, probabilities = self.cache.row(index)
@@ -201,27 +263,36 @@ class Batches:
         }
 
 
-def loss_of(
-    network: DraftNetwork, target: TorchTarget, batch: dict[str, Tensor], config: FitConfig
-) -> tuple[Tensor, Tensor]:
-    """The loss of one batch, and which drafted tokens were right [blocks, drafted]."""
-    seq, anchors, drafted = batch["labels"].shape
-    tokens = torch.full((seq, anchors, drafted + 1), network.config.mask_token)
-    tokens[:, :, 0] = batch["first"]
-    positions = torch.arange(batch["features"].shape[1])
-    with torch.autocast("cpu", torch.bfloat16):
-        context = network.context(batch["features"], positions)
-        embedded = target.embedding(tokens)
-        states = network(embedded, batch["anchors"], context, positions)[:, :, 1:]
-        logits = nn.functional.linear(states, target.head.weight[batch["vocabulary"]])
-    return block_loss(
-        logits.float().flatten(0, 1),
-        batch["labels"].flatten(0, 1),
-        batch["soft_ids"].flatten(0, 1),
-        batch["soft"].flatten(0, 1),
-        config.soft,
-        config.pace,
-    )
+class BlockLoss(nn.Module):
+    """The network and its loss in one module, which is what several processes can share."""
+
+    def __init__(self, network: DraftNetwork, target: TorchTarget, config: FitConfig):
+        super().__init__()
+        self.network, self.target, self.config = network, target, config
+
+    def forward(self, batch: dict[str, Tensor]) -> LossSums:
+        """The sums of one batch."""
+        seq, anchors, drafted = batch["labels"].shape
+        device = batch["features"].device
+        tokens = torch.full(
+            (seq, anchors, drafted + 1), self.network.config.mask_token, device=device
+        )
+        tokens[:, :, 0] = batch["first"]
+        positions = torch.arange(batch["features"].shape[1], device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.bfloat16):
+            features = batch["features"] if self.config.bfloat16 else batch["features"].float()
+            context = self.network.context(features, positions)
+            embedded = self.target.embedding(tokens).to(features.dtype)
+            states = self.network(embedded, batch["anchors"], context, positions)[:, :, 1:]
+            head = self.target.head.weight[batch["vocabulary"]].to(states.dtype)
+            logits = nn.functional.linear(states, head)
+        return block_loss(
+            logits.float().flatten(0, 1),
+            batch["labels"].flatten(0, 1),
+            batch["soft_ids"].flatten(0, 1),
+            batch["soft"].flatten(0, 1),
+            self.config,
+        )
 
 
 def learning_rate(config: FitConfig, step: int) -> float:
@@ -233,115 +304,227 @@ def learning_rate(config: FitConfig, step: int) -> float:
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def optimizers(network: nn.Module, config: FitConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the matrices and AdamW for the norms."""
+    matrices = [p for p in network.parameters() if p.ndim == 2 and config.optimizer == "muon"]
+    others = [p for p in network.parameters() if p.ndim != 2 or config.optimizer == "adamw"]
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            others, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95)
+        )
+    ]
+    if matrices:
+        made.append(
+            torch.optim.Muon(
+                matrices,
+                lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    return made
+
+
+class Fit:
+    """One fit under way: network, optimizers, averaged weights, progress and their checkpoint."""
+
+    def __init__(
+        self,
+        folder: Path,
+        network: DraftNetwork,
+        target: TorchTarget,
+        config: FitConfig,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.network, self.config = folder, network, config
+        self.accelerator = Accelerator(cpu=target.device.type == "cpu")
+        self.optimizers = optimizers(network, config)
+        self.loss = self.accelerator.prepare_model(BlockLoss(network, target, config))
+        self.average = {name: value.clone() for name, value in network.state_dict().items()}
+        self.state = Progress()
+        self._resume()
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        """One optimizer step on this process's part of a batch."""
+        part = self._part(batch)
+        sums = self.loss(part)
+        weight = self.accelerator.reduce(sums.weight.detach(), "sum")
+        # Processes average their gradients, so the sum over all of them needs their number back.
+        loss = sums.loss * self.accelerator.num_processes / weight
+        value = self.accelerator.reduce(sums.loss.detach() / weight, "sum").item()
+        if not math.isfinite(value):
+            raise LossNotFinite(
+                f"the loss is {value} at step {self.state.step}. The last checkpoint in "
+                f"{self.folder} is from before; start again with a lower learning rate."
+            )
+        self.accelerator.backward(loss)
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.config, self.state.step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._update_average()
+        self.state.step += 1
+        self._count(value, sums)
+
+    def _part(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        device = self.accelerator.device
+        return {
+            name: (value if name == "vocabulary" else value[mine]).to(device)
+            for name, value in batch.items()
+        }
+
+    def _update_average(self) -> None:
+        # Early on the average follows closely: it would remember the random start for long.
+        step = self.state.step
+        decay = min(self.config.average, (1 + step) / (10 + step))
+        for name, value in self.network.state_dict().items():
+            self.average[name].lerp_(value, 1 - decay)
+
+    def _count(self, value: float, sums: LossSums) -> None:
+        self.state.losses.append(value)
+        right = self.accelerator.reduce(sums.right, "sum").tolist()
+        counted = self.accelerator.reduce(sums.counted, "sum").tolist()
+        for held, new in ((self.state.right, right), (self.state.counted, counted)):
+            held += [0.0] * (len(new) - len(held))
+            for slot, number in enumerate(new):
+                held[slot] += number
+
+    def evaluate(self, held_out: Callable[[DraftNetwork], list[float]]) -> str:
+        """Add a point to the curve, and remember the weights where they are the best so far."""
+        state, step = self.state, self.state.step
+        with self._averaged():
+            survival = held_out(self.network)
+            tau = 1 + sum(survival)
+            state.since_best += 1
+            if tau > state.best or not self._best.exists():
+                state.best, state.since_best = tau, 0
+                self._write(self._best, self.network.state_dict())
+        loss = sum(state.losses) / max(1, len(state.losses))
+        row = {"step": step, "slot": None}
+        state.curve += [
+            {**row, "name": "loss", "value": loss},
+            {**row, "name": "held-out tau", "value": tau},
+        ]
+        for slot, (right, counted) in enumerate(zip(state.right, state.counted, strict=True), 1):
+            value = right / counted if counted else None
+            state.curve.append({"step": step, "slot": slot, "name": "accuracy", "value": value})
+        for slot, value in enumerate(survival, 1):
+            state.curve.append(
+                {"step": step, "slot": slot, "name": "held-out survival", "value": value}
+            )
+        state.losses, state.right, state.counted = [], [], []
+        return f"step {step}: loss {loss:.3f}, held-out tau {tau:.3f} (best {state.best:.3f})"
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        own = {name: value.clone() for name, value in self.network.state_dict().items()}
+        self.network.load_state_dict(self.average)
+        try:
+            yield
+        finally:
+            self.network.load_state_dict(own)
+
+    @property
+    def finished(self) -> bool:
+        return self.state.step >= self.config.steps or self.state.since_best >= self.config.patience
+
+    def load_best(self) -> None:
+        """Put the weights of the best held-out tau into the network."""
+        self.network.load_state_dict(torch.load(self._best, weights_only=True))
+
+    def save(self) -> None:
+        """The whole state, atomically; what a resumed fit needs to go on as if nothing happened."""
+        content = {
+            "network": self.network.state_dict(),
+            "average": self.average,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "state": asdict(self.state),
+            "config": asdict(self.config),
+        }
+        self._write(self.folder / "checkpoint.pt", content)
+
+    @property
+    def _best(self) -> Path:
+        return self.folder / "best.pt"
+
+    def _write(self, path: Path, content: Any) -> None:
+        if self.accelerator.is_main_process:
+            beside = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+            torch.save(content, beside)
+            os.replace(beside, path)
+
+    def _resume(self) -> None:
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            self._best.unlink(missing_ok=True)
+            return
+        content = torch.load(path, weights_only=True, map_location=self.accelerator.device)
+        if content["config"] != asdict(self.config):
+            raise ValueError(
+                f"{path} was made with other settings. Delete it or name another folder."
+            )
+        self.network.load_state_dict(content["network"])
+        self.average = content["average"]
+        for optimizer, stored in zip(self.optimizers, content["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        self.state = Progress(**content["state"])
+
+
 def fit(
     folder: Path,
     network: DraftNetwork,
     target: TorchTarget,
     batches: Batches,
-    held_out: Callable[[DraftNetwork], dict[str, float]],
+    held_out: Callable[[DraftNetwork], list[float]],
     config: FitConfig,
     progress: Callable[[str], None] = lambda line: None,
-) -> Progress:
-    """Run or resume the fit whose checkpoint lies in `folder`; the network is changed in place."""
-    folder.mkdir(parents=True, exist_ok=True)
-    optimizer = torch.optim.AdamW(
-        network.parameters(),
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(0.9, 0.95),
-    )
-    state = _resume(folder, network, optimizer, config)
+) -> list[dict[str, Any]]:
+    """Run or resume the fit whose checkpoint lies in `folder`; its curve.
+
+    The network ends with the weights of the best held-out tau. Several processes (started by
+    accelerate) share every step and get one process's result, but for rounding.
+    """
+    run = Fit(folder, network, target, config)
     saved_at = time.monotonic()
-    while state.step < config.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, state.step)
-        loss, right = loss_of(network, target, batches[state.step], config)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss.item()} at step {state.step}. "
-                f"The last checkpoint in {folder} is from before; lower the learning rate."
-            )
-        loss.backward()
-        nn.utils.clip_grad_norm_(network.parameters(), config.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        state.step += 1
-        state.losses += loss.item()
-        state.first_right += right[:, 0].mean().item()
-        state.seen += 1
-        if state.step % config.evaluate_every == 0 or state.step == config.steps:
-            state.curve.append({**_means(state), **held_out(network)})
-            progress(json.dumps(state.curve[-1]))
-        if time.monotonic() - saved_at > config.checkpoint_s or state.step == config.steps:
-            _save(folder, network, optimizer, state, config)
+    while not run.finished:
+        run.step(batches[run.state.step])
+        due = run.state.step % config.evaluate_every == 0 or run.state.step == config.steps
+        if due:
+            progress(run.evaluate(held_out))
+        if due or time.monotonic() - saved_at > config.checkpoint_s:
+            run.save()
             saved_at = time.monotonic()
-    return state
+    run.load_best()
+    return run.state.curve
 
 
-def _means(state: Progress) -> dict[str, int | float]:
-    row = {
-        "step": state.step,
-        "loss": state.losses / state.seen,
-        "first_right": state.first_right / state.seen,
-    }
-    state.losses, state.first_right, state.seen = 0.0, 0.0, 0
-    return row
-
-
-def held_out_tau(
+def held_out_survival(
     target: TorchTarget, rows: Sequence[Row], cache: FeatureCache, first_index: int, block_size: int
-) -> Callable[[DraftNetwork], dict[str, float]]:
-    """A function that walks the held-out answers with the draft as it stands."""
+) -> Callable[[DraftNetwork], list[float]]:
+    """A function that walks the held-out answers with the draft as it stands.
 
-    def measure(network: DraftNetwork) -> dict[str, float]:
+    It gives the share of blocks in which at least k drafts were accepted, k = 1 and on.
+    """
+
+    def measure(network: DraftNetwork) -> list[float]:
         accepted: list[int] = []
         for offset, row in enumerate(rows):
             features, _, _ = cache.row(first_index + offset)
             tokens = torch.tensor(row.prompt_ids + row.answer_ids)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(target.device.type, torch.bfloat16):
                 counts = accepted_counts(
                     network,
                     target.embedding,
                     target.head,
-                    features,
-                    tokens,
+                    features.to(target.device),
+                    tokens.to(target.device),
                     len(row.prompt_ids),
                     block_size,
                 )
             accepted += walk(counts)
-        share = [sum(a >= k for a in accepted) / len(accepted) for k in range(1, block_size)]
-        return {"tau": 1 + sum(share), "first": share[0], "second": share[1]}
+        return [sum(a >= k for a in accepted) / len(accepted) for k in range(1, block_size)]
 
     return measure
-
-
-def _save(
-    folder: Path,
-    network: DraftNetwork,
-    optimizer: torch.optim.Optimizer,
-    state: Progress,
-    config: FitConfig,
-) -> None:
-    beside = folder / f"checkpoint.tmp.{os.getpid()}"
-    content = {
-        "network": network.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "state": asdict(state),
-        "config": asdict(config),
-    }
-    torch.save(content, beside)
-    os.replace(beside, folder / "checkpoint.pt")
-
-
-def _resume(
-    folder: Path, network: DraftNetwork, optimizer: torch.optim.Optimizer, config: FitConfig
-) -> Progress:
-    path = folder / "checkpoint.pt"
-    if not path.exists():
-        return Progress()
-    content = torch.load(path, weights_only=True)
-    if content["config"] != asdict(config):
-        raise ValueError(f"{path} was made with other settings. Delete it or name another folder.")
-    network.load_state_dict(content["network"])
-    optimizer.load_state_dict(content["optimizer"])
-    return Progress(**content["state"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dflash_lab.backends.torch_target import TorchTarget
-from dflash_lab.train.rows import loop_start
+from dflash_lab.train.rows import LOOP_SPAN, loop_start
 
 LIKELIEST = 256  # sampling never looks further down than this
 LOOP_CHECK = 16  # tokens between two looks for a repetition loop
@@ -58,8 +60,9 @@ class Writer:
         stop_tokens: frozenset[int],
         sampling: Sampling | None = None,
         slots: int = 128,
+        keep_loops: bool = False,
     ):
-        self.target, self.slots = target, slots
+        self.target, self.slots, self.keep_loops = target, slots, keep_loops
         self.max_new_tokens, self.stop_tokens = max_new_tokens, stop_tokens
         self.sampling = Sampling() if sampling is None else sampling
         self.active: list[Text] = []
@@ -72,7 +75,7 @@ class Writer:
         while True:
             wanted = self.slots - len(self.active)
             if not empty and (wanted >= max(1, self.slots // 16) or not self.active):
-                fresh = [text for text, _ in zip(waiting, range(wanted), strict=False)]
+                fresh = list(islice(waiting, wanted))
                 empty = len(fresh) < wanted
                 yield self._begin(fresh, memory)
             if not self.active:
@@ -120,11 +123,18 @@ class Writer:
             text.tokens.append(token)
             if token in self.stop_tokens:
                 text.stop = "end"
-            elif len(text.tokens) % LOOP_CHECK == 0 and loop_start(text.tokens[-80:]) is not None:
-                text.stop = "loop"
             elif len(text.tokens) >= self.max_new_tokens:
                 text.stop = "length"
+            elif not self.keep_loops and self._loops(text):
+                text.stop = "loop"
         return [text for text in texts if text.stop]
+
+    def _loops(self, text: Text) -> bool:
+        tokens = text.tokens
+        return (
+            len(tokens) % LOOP_CHECK == 0
+            and loop_start(tokens[-LOOP_SPAN - LOOP_CHECK :]) is not None
+        )
 
     def _choose(self, texts: Sequence[Text], logits: Tensor) -> list[int]:
         if self.sampling.temperature == 0:
@@ -255,3 +265,15 @@ class _SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+@torch.inference_mode()
+def tokens_per_second(target: TorchTarget, slots: int, length: int = 128) -> float:
+    """How fast a full `Writer` would be with texts of some length, from three of its passes."""
+    memory = _Memory(target, slots)
+    memory.prefill([(0,) * length] * slots)
+    memory.step([0] * slots)
+    began = time.monotonic()
+    for _ in range(2):
+        memory.step([0] * slots)
+    return 2 * slots / (time.monotonic() - began)

@@ -7,9 +7,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from dflash_lab.load import flat_ids
 
 NGRAM = 13  # words; the usual length for calling two texts the same
 LOOP_SPAN = 64  # tokens looked at together
@@ -20,14 +22,14 @@ LOOP_SHARE = 0.5  # different 4-grams in such a span, below which it is a loop
 class Row:
     """One prompt and the answer that the target gave to it."""
 
-    prompt: str
+    prompt: str  # empty where only ids are known
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
-    """What became of the rows of a file."""
+    """What became of the rows that were read."""
 
     read: int = 0
     used: int = 0
@@ -68,45 +70,61 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         yield from (json.loads(line) for line in file if line.strip())
 
 
-def read_rows(
-    path: Path, tokenizer: Any, forbidden: Iterable[str], shortest: int = 16
-) -> tuple[list[Row], RowCounts]:
-    """Rows of a file with `prompt` and `response_ids`, and what was cut or dropped on the way.
+def imported_rows(path: Path, tokenizer: Any) -> Iterator[Row]:
+    """Rows of a JSONL file with `prompt` and `response_ids`, as the target answered elsewhere."""
+    for number, raw in enumerate(read_jsonl(path), start=1):
+        try:
+            prompt, answer = raw["prompt"], tuple(raw["response_ids"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, row {number}: expected `prompt` (text) and `response_ids` (token ids)."
+            ) from error
+        yield Row(prompt=prompt, prompt_ids=prompt_ids(tokenizer, prompt), answer_ids=answer)
 
-    A row whose prompt or answer shares a run of 13 words with a `forbidden` text is dropped.
+
+def usable(
+    rows: Iterable[Row], tokenizer: Any, forbidden: Iterable[str], shortest: int = 16
+) -> tuple[list[Row], RowCounts]:
+    """The rows to train on, and what was cut or dropped on the way.
+
+    A loop ends its answer. A row whose prompt or answer shares a run of 13 words with a `forbidden`
+    text is dropped, and so is a prompt that was there before.
     """
     closed = set().union(*(ngram_hashes(text) for text in forbidden))
-    counts, rows, seen = RowCounts(), [], set()
-    for raw in read_jsonl(path):
+    counts, kept, seen = RowCounts(), [], set()
+    for row in rows:
         counts.read += 1
-        answer = list(raw["response_ids"])
-        start = loop_start(answer)
-        if start is not None:
-            counts.loops_cut += 1
-            answer = answer[:start]
+        start = loop_start(row.answer_ids)
+        answer = row.answer_ids[:start]
+        counts.loops_cut += start is not None
+        name = tuple(words(row.prompt)) or row.prompt_ids
+        grams = ngram_hashes(row.prompt)
         if len(answer) < shortest:
             counts.too_short += 1
-        elif raw["prompt"] in seen:
+        elif name in seen:
             counts.duplicates += 1
-        elif closed & (ngram_hashes(raw["prompt"]) | ngram_hashes(tokenizer.decode(answer))):
+        elif closed and closed & (grams | ngram_hashes(tokenizer.decode(answer))):
             counts.overlapping += 1
         else:
-            seen.add(raw["prompt"])
-            prompt = _prompt_ids(tokenizer, raw["prompt"])
-            rows.append(Row(prompt=raw["prompt"], prompt_ids=prompt, answer_ids=tuple(answer)))
+            seen.add(name)
+            kept.append(replace(row, answer_ids=answer))
             counts.used += 1
             counts.answer_tokens += len(answer)
-            counts.ngrams |= ngram_hashes(raw["prompt"])
-    return rows, counts
+            counts.ngrams |= grams
+    return kept, counts
 
 
-def _prompt_ids(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    message = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
-    return tuple(ids["input_ids"])
+def prompt_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of a user's turn, ready to be answered."""
+    if not getattr(tokenizer, "chat_template", None):
+        return flat_ids(tokenizer(text))
+    message = [{"role": "user", "content": text}]
+    return flat_ids(
+        tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+    )
 
 
 def split(rows: Sequence[Row], held_out: int) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows, by a hash of the prompt: the same split in every run."""
-    order = sorted(rows, key=lambda row: hashlib.sha256(row.prompt.encode()).digest())
+    order = sorted(rows, key=lambda row: hashlib.sha256(repr(row.prompt_ids).encode()).digest())
     return order[held_out:], order[:held_out]

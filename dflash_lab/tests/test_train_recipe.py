@@ -1,0 +1,133 @@
+"""The whole recipe on a toy target: stages, budget, resuming, the card, and what it refuses."""
+
+import json
+from collections import namedtuple
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from dflash_lab.load import ModelUnavailable, load_pair
+from dflash_lab.train.fit import FitConfig
+from dflash_lab.train.recipe import TrainConfig, train_draft
+
+FIT = FitConfig(steps=6, rows_a_step=2, labels_a_step=56, frequent=40, sampled=8, evaluate_every=3)
+
+
+@pytest.fixture(scope="module")
+def settings(llama_toy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    questions = folder / "questions.jsonl"
+    questions.write_text(
+        "".join(json.dumps({"question": f"What is {n} and {n}?"}) + "\n" for n in range(3))
+    )
+    return TrainConfig(
+        target=str(llama_toy.target),
+        out=str(folder / "draft"),
+        prompts=(str(questions),),
+        evaluate=(str(questions),),
+        written_prompts=12,
+        answer_tokens=400,
+        max_new_tokens=40,
+        slots=8,
+        held_out=2,
+        layers=1,
+        block_size=8,
+        device="cpu",
+        dtype="float32",
+        fit=FIT,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(settings):
+    lines = []
+    folder = train_draft(settings, lines.append)
+    return folder, lines
+
+
+def test_the_draft_loads_and_decodes_with_its_target(trained, llama_toy):
+    folder, _ = trained
+    pair = load_pair(target=llama_toy.target, draft=folder, dtype="float32", device="cpu")
+    assert pair.draft_config.block_size == 8
+    assert len(pair.draft_config.layer_windows) == 1
+
+
+def test_every_stage_says_first_how_long_and_how_much_disk(trained):
+    _, lines = trained
+    for number, stage in enumerate(("prompts", "answers", "features", "fit"), start=1):
+        told = [line for line in lines if line.startswith(f"stage {number} of 4, {stage}: about ")]
+        assert len(told) == 1 and " min and " in told[0] and " MB in " in told[0]
+
+
+def test_curves_and_card_come_from_the_run(trained):
+    folder, _ = trained
+    curve = pd.read_parquet(folder / "curve.parquet")
+    assert {"loss", "held-out tau", "accuracy", "held-out survival"} == set(curve.name)
+    assert sorted(set(curve.step)) == [3, 6]
+    facts = json.loads((folder / "training.json").read_text())
+    taus = pd.read_parquet(folder / "evaluation.parquet")
+    card = (folder / "README.md").read_text()
+    assert f"{facts['answer_tokens']:,} tokens" in card
+    assert f"{facts['parameters']:,} parameters" in card
+    row = taus[taus.block_size == 8]
+    assert f"| {row.emitted.sum() / row.blocks.sum():.2f} [" in card
+    assert "dflash-lab train" in card and facts["target"] in card
+
+
+def test_a_second_run_repeats_nothing_and_gives_the_same_weights(trained, settings, tmp_path):
+    folder, _ = trained
+    again = replace(settings, out=str(tmp_path / "draft"), work=f"{settings.out}.work")
+    lines = []
+    train_draft(again, lines.append)
+    assert "prompts: done before" in lines and "answers: done before" in lines
+    first, second = (f / "model.safetensors" for f in (folder, tmp_path / "draft"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_until_stops_after_a_stage(settings, tmp_path):
+    short = replace(settings, out=str(tmp_path / "d"), until="answers")
+    assert train_draft(short, lambda line: None) is None
+    assert not (tmp_path / "d").exists()
+    assert list((tmp_path / "d.work" / "answers").glob("shard-*.parquet"))
+
+
+def test_a_target_that_is_none_is_one_clear_error(settings, tmp_path):
+    with pytest.raises(ModelUnavailable, match="neither a folder here nor a hub id"):
+        train_draft(replace(settings, target=str(tmp_path / "nowhere")))
+
+
+def test_an_empty_prompt_file_is_one_clear_error(settings, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match=r"empty\.jsonl holds no prompts"):
+        train_draft(replace(settings, out=str(tmp_path / "d"), prompts=(str(empty),)))
+
+
+def test_a_row_without_a_question_names_file_and_row(settings, tmp_path):
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"prompt": "What?"}\n{"answer": "x"}\n')
+    with pytest.raises(ValueError, match=r"odd\.jsonl, row 2: none of the columns"):
+        train_draft(replace(settings, out=str(tmp_path / "d"), prompts=(str(odd),)))
+
+
+def test_too_little_disk_is_told_before_anything_is_written(settings, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 10, 1000))
+    with pytest.raises(OSError, match=r"stage prompts takes .* MB free\. Make room"):
+        train_draft(replace(settings, out=str(tmp_path / "d")), lambda line: None)
+
+
+def test_another_targets_work_is_refused(settings, trained, qwen3_toy):
+    other = replace(settings, target=str(qwen3_toy.target))
+    with pytest.raises(ValueError, match="work for another target"):
+        train_draft(other, lambda line: None)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="minutes is 0"):
+        TrainConfig(target="t", out="d", minutes=0.0)
+    with pytest.raises(ValueError, match="block_size is 1"):
+        TrainConfig(target="t", out="d", block_size=1)
+    with pytest.raises(ValueError, match="until is 'end'"):
+        TrainConfig(target="t", out="d", until="end")

@@ -1,0 +1,524 @@
+"""Train a draft for a target: prompts, answers, features, fit. Every stage resumes where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from dflash_lab.backends.torch_model import DraftNetwork
+from dflash_lab.backends.torch_session import end_tokens, pick_device, pick_dtype
+from dflash_lab.backends.torch_target import TorchTarget, load_target
+from dflash_lab.checkpoint import parse_draft_config
+from dflash_lab.config import one_of, whole
+from dflash_lab.load import TARGET_FILES, load_tokenizer, resolve, target_fingerprint
+from dflash_lab.prompts import DATA
+from dflash_lab.train.evaluate import evaluate, question, questions, tau_table
+from dflash_lab.train.export import (
+    card,
+    draft_json,
+    pick_mask_token,
+    pick_taps,
+    write_draft,
+    write_manifest,
+)
+from dflash_lab.train.features import FeatureCache, cache_features, cached_bytes
+from dflash_lab.train.fit import (
+    Batches,
+    BlockLoss,
+    FitConfig,
+    fit,
+    held_out_survival,
+    warm_start,
+)
+from dflash_lab.train.generate import Sampling, Text, Writer, tokens_per_second
+from dflash_lab.train.prompts import (
+    LONGEST,
+    WRITTEN,
+    PromptWriter,
+    TrainingPrompt,
+    read_openings,
+    without_repeats,
+)
+from dflash_lab.train.rows import (
+    Row,
+    RowCounts,
+    imported_rows,
+    prompt_ids,
+    read_jsonl,
+    split,
+    usable,
+)
+from dflash_lab.train.shards import Shards, read_shards, write_shards
+
+STAGES = ("prompts", "answers", "features", "fit")
+# Of `minutes`: prompts, answers, features end at these shares; the fit takes the rest.
+ENDS = {"prompts": 0.1, "answers": 0.5, "features": 0.6, "fit": 0.92}
+BYTES_A_TOKEN = 2  # of a compressed shard, about
+FEWEST_ROWS = 4
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What to train, on what, and for how long."""
+
+    target: str  # a model folder or a hub id
+    out: str  # the draft's folder
+    work: str | None = None  # shards, features, checkpoints; by default `out` with `.work` behind
+    prompts: tuple[str, ...] = ()  # .jsonl, .jsonl.gz or .parquet files, or hub data sets
+    rows: tuple[str, ...] = ()  # JSONL with `prompt` and `response_ids`, answered by this target
+    forbidden: tuple[str, ...] = ()  # JSONL files whose texts must not be trained on
+    evaluate: tuple[str, ...] = ()  # JSONL files of prompts for the card; never trained on either
+    minutes: float | None = None  # the whole run fits in; without it the numbers below hold
+    written_prompts: int = 12_000  # that the target writes itself
+    answer_tokens: int = 2_500_000
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # of the answers
+    slots: int = 128  # texts written at once
+    held_out: int = 120  # prompts
+    layers: int = 2
+    block_size: int = 16
+    taps: tuple[int, ...] | None = None
+    mask_token: int | None = None
+    dtype: str = "auto"  # of the target; "auto" is bfloat16
+    device: str = "auto"
+    until: str = "fit"  # the last stage to run
+    fit: FitConfig = field(default_factory=FitConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("written_prompts", "answer_tokens"):
+            whole(name, getattr(self, name), 0, "0 leaves the stage out.")
+        for name in ("max_new_tokens", "slots", "held_out", "layers"):
+            whole(name, getattr(self, name), 1, "")
+        whole("block_size", self.block_size, 2, "It counts the anchor, so 2 drafts one token.")
+        one_of("until", self.until, STAGES)
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes is {self.minutes}; expected a number above 0.")
+
+    @property
+    def work_folder(self) -> Path:
+        """Where the stages keep what they made."""
+        return Path(self.work) if self.work else Path(f"{self.out.rstrip('/')}.work")
+
+
+def train_draft(config: TrainConfig, say: Say = print) -> Path | None:
+    """Run or resume the whole recipe; the draft's folder, or None where `until` stopped it before.
+
+    Raises `ModelUnavailable` or `UnsupportedTarget` for a target that cannot be used, ValueError
+    for prompts or rows that cannot, OSError for too small a disk, LossNotFinite for a loss
+    that is not finite. Run it again to go on: at most a minute of work is lost.
+    """
+    # With several processes the first prepares everything, and the others find it done.
+    with PartialState(cpu=config.device == "cpu").main_process_first():
+        recipe = _Recipe(config, say if PartialState().is_main_process else lambda line: None)
+        return recipe.run()
+
+
+class _Recipe:
+    """One run of the recipe: the loaded target and the stages in order."""
+
+    def __init__(self, config: TrainConfig, say: Say):
+        self.config, self.say, self.work = config, say, config.work_folder
+        folder = resolve(config.target, None, "target", TARGET_FILES)
+        self.folder, self.tokenizer = folder, load_tokenizer(folder)
+        self.sources = [(name, _read_prompts(name)) for name in config.prompts]
+        self.closed = [*_bundled_texts(), *_texts_of(config.forbidden), *_texts_of(config.evaluate)]
+        device = pick_device(config.device)
+        dtype = torch.bfloat16 if config.dtype == "auto" else pick_dtype(config.dtype, device)
+        self.target = load_target(folder, dtype, device)
+        self.stops = frozenset(end_tokens(self.target.model)) | (
+            {self.tokenizer.eos_token_id} - {None} if self.tokenizer is not None else frozenset()
+        )
+        self.vocabulary = self.target.embedding.weight.shape[0]
+        self.began = time.monotonic()
+        self.plan = _Plan(self.work, self._name())
+
+    def run(self) -> Path | None:
+        prompts = self._prompts()
+        if self.config.until == "prompts":
+            return None
+        self._answers(prompts)
+        if self.config.until == "answers":
+            return None
+        rows, counts = self._rows(prompts)
+        train, held_out = split(rows, min(self.config.held_out, max(1, len(rows) // 10)))
+        raw = self._draft_json(rows)
+        cache = self._features([*train, *held_out], raw["dflash_config"]["target_layer_ids"])
+        if self.config.until == "features":
+            return None
+        network, curve, settings = self._fit(train, held_out, cache, raw)
+        return self._write(network, curve, settings, raw, counts, len(held_out))
+
+    # --- stages -----------------------------------------------------------------------------
+
+    def _prompts(self) -> list[TrainingPrompt]:
+        """Prompts from files, then those that the target writes itself."""
+        given = [
+            TrainingPrompt(text=text, ids=self._ids(text), source=name)
+            for name, texts in self.sources
+            for text in texts
+        ]
+        wanted = self.config.written_prompts
+        if not wanted:
+            return list(without_repeats(given))
+        writer = PromptWriter(self.tokenizer, self.vocabulary, read_openings(), seed=0)
+        shards = Shards(
+            self.work / "prompts",
+            {"of": self._name(), "longest": LONGEST, **asdict(WRITTEN)},
+            self.vocabulary,
+        )
+        left = wanted - len(shards.done)
+        self._announce("prompts", left * LONGEST * 6 // 10, "prompts")
+        if left > 0 and not self.plan.ended("prompts"):
+            engine = Writer(self.target, LONGEST, self.stops, WRITTEN, slots=self.config.slots)
+            enough = self._enough("prompts", lambda s, pending: len(s.done) >= wanted)
+            write_shards(shards, engine, writer.texts(), enough, self.say)
+            self.plan.end("prompts")
+        written = sorted(read_shards(shards.folder), key=lambda text: text.index)
+        made = list(without_repeats([*given, *filter(None, map(writer.prompt, written))]))
+        self.say(f"{len(made)} different prompts, {len(given)} of them from files")
+        return made
+
+    def _answers(self, prompts: Sequence[TrainingPrompt]) -> None:
+        """The target's answers, until there are tokens enough or no more prompts."""
+        goal = self.config.answer_tokens
+        if not goal:
+            return
+        shards = self._answer_shards()
+        left = min(goal - shards.tokens, (len(prompts) - len(shards.done)) * 200)
+        self._announce("answers", left, "answers")
+        if left <= 0 or self.plan.ended("answers"):
+            return
+        sampling = Sampling(temperature=self.config.temperature, top_p=1.0)
+        engine = Writer(
+            self.target, self.config.max_new_tokens, self.stops, sampling, self.config.slots
+        )
+        texts = (Text(index=index, prompt_ids=prompt.ids) for index, prompt in enumerate(prompts))
+        enough = self._enough("answers", lambda s, pending: s.tokens + pending >= goal)
+        write_shards(shards, engine, texts, enough, self.say)
+        self.plan.end("answers")
+
+    def _rows(self, prompts: Sequence[TrainingPrompt]) -> tuple[list[Row], RowCounts]:
+        """Usable rows: imported ones, then the answers written here."""
+        rows, counts = usable(self._all_rows(prompts), self.tokenizer, self.closed)
+        if len(rows) < FEWEST_ROWS:
+            raise ValueError(
+                f"{len(rows)} of {counts.read} answers can be trained on ({counts.too_short} are "
+                f"too short, {counts.duplicates} repeat a prompt, {counts.overlapping} overlap "
+                f"with evaluation prompts); {FEWEST_ROWS} is the least. Give more prompts or time."
+            )
+        self.say(
+            f"{counts.used} of {counts.read} answers, {counts.answer_tokens} tokens; "
+            f"{counts.loops_cut} cut at a loop, {counts.too_short} too short, "
+            f"{counts.duplicates} repeated, {counts.overlapping} overlapping"
+        )
+        return rows, counts
+
+    def _all_rows(self, prompts: Sequence[TrainingPrompt]) -> Iterator[Row]:
+        for name in self.config.rows:
+            yield from imported_rows(Path(name), self.tokenizer)
+        if self.config.answer_tokens:
+            texts = sorted(read_shards(self._answer_shards().folder), key=lambda text: text.index)
+            for text in texts:
+                prompt = prompts[text.index]
+                if prompt.ids != text.prompt_ids:
+                    raise ValueError(
+                        f"answer {text.index} in {self.work} belongs to another prompt: the prompt "
+                        "files changed since. Delete its folder `answers` or name another --work."
+                    )
+                yield Row(prompt=prompt.text, prompt_ids=prompt.ids, answer_ids=tuple(text.tokens))
+
+    def _features(self, rows: Sequence[Row], taps: Sequence[int]) -> FeatureCache:
+        """The target's features of all rows, on disk."""
+        fused = len(taps) * self.target.hidden_size
+        positions = sum(len(row.prompt_ids) + len(row.answer_ids) for row in rows)
+        self._tell("features", positions / self._reading_speed(), cached_bytes(rows, fused))
+        return cache_features(self.work / "features", rows, self.target, taps, self._now_and_then())
+
+    def _fit(
+        self,
+        train: Sequence[Row],
+        held_out: Sequence[Row],
+        cache: FeatureCache,
+        raw: dict[str, Any],
+    ) -> tuple[DraftNetwork, list[dict[str, Any]], FitConfig]:
+        torch.manual_seed(self.config.fit.seed)
+        network = DraftNetwork(parse_draft_config(raw))
+        copied = warm_start(network, self.target)
+        network.to(self.target.device)
+        self.say(f"warm start: {copied} of {len(network.state_dict())} tensors from the target")
+        settings = self._settings(network, train, cache)
+        measure = held_out_survival(
+            self.target, held_out, cache, len(train), settings.evaluation_block
+        )
+        batches = Batches(train, cache, settings, self.vocabulary)
+        curve = fit(self.work / "fit", network, self.target, batches, measure, settings, self.say)
+        return network.eval(), curve, settings
+
+    def _settings(
+        self, network: DraftNetwork, train: Sequence[Row], cache: FeatureCache
+    ) -> FitConfig:
+        """The fit's settings, with as many steps as the time allows; decided once and kept."""
+        kept = self.plan.get("fit")
+        if kept is not None:
+            stored = {**kept, "widths": tuple(map(tuple, kept["widths"]))}
+            return FitConfig(**stored)
+        limit = self.config.block_size
+        settings = replace(
+            self.config.fit,
+            rows_a_step=min(self.config.fit.rows_a_step, len(train)),
+            widths=_widths(self.config.fit.widths, limit),
+            evaluation_block=min(self.config.fit.evaluation_block, limit),
+        )
+        seconds = _step_seconds(
+            network, self.target, Batches(train, cache, settings, self.vocabulary)
+        )
+        if self.config.minutes is not None:
+            left = 60 * self.config.minutes * ENDS["fit"] - (time.monotonic() - self.began)
+            steps = max(10, int(left / seconds / 1.1))  # a tenth for the evaluations
+            settings = replace(settings, steps=steps, evaluate_every=max(1, steps // 8))
+        steps = settings.steps
+        self._tell("fit", steps * seconds * 1.1, 3 * 4 * 4 * network.config.parameters)
+        self.plan.put("fit", asdict(settings))
+        return settings
+
+    def _write(
+        self,
+        network: DraftNetwork,
+        curve: list[dict[str, Any]],
+        settings: FitConfig,
+        raw: dict[str, Any],
+        counts: RowCounts,
+        held_out: int,
+    ) -> Path:
+        out = Path(self.config.out)
+        write_draft(out, network, raw)
+        taus = None
+        if self.config.evaluate and self.tokenizer is not None:
+            wide = load_target(self.folder, torch.float32, self.target.device)
+            network.float()
+            files = [Path(name) for name in self.config.evaluate]
+            frame = evaluate(network, wide, self.tokenizer, files, self.stops)
+            frame.to_parquet(out / "evaluation.parquet", index=False)
+            taus = tau_table(frame)
+        facts = self._facts(raw, network, settings, held_out)
+        write_manifest(out, counts, curve, facts)
+        (out / "README.md").write_text(card(facts, counts, taus, self._command()))
+        self.say(f"draft: {out}")
+        return out
+
+    # --- what the stages share --------------------------------------------------------------
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"the target in {self.folder} has no tokenizer, so prompts given as text cannot be "
+                "used. Add its tokenizer files."
+            )
+        return prompt_ids(self.tokenizer, text)
+
+    def _name(self) -> str:
+        return target_fingerprint(self.folder)[:16]
+
+    def _answer_shards(self) -> Shards:
+        settings = {
+            "of": self._name(),
+            "max_new_tokens": self.config.max_new_tokens,
+            "temperature": self.config.temperature,
+        }
+        return Shards(self.work / "answers", settings, self.vocabulary)
+
+    def _draft_json(self, rows: Sequence[Row]) -> dict[str, Any]:
+        taps, mask = self.config.taps, self.config.mask_token
+        if mask is None:
+            used = {token for row in rows for token in (*row.prompt_ids, *row.answer_ids)}
+            mask = pick_mask_token(self.tokenizer, self.vocabulary, used)
+        taps = pick_taps(len(self.target.layers)) if taps is None else taps
+        return draft_json(self.target, self.config.layers, self.config.block_size, taps, mask)
+
+    def _announce(self, stage: str, tokens: int, what: str) -> None:
+        if self.plan.ended(stage) or tokens <= 0:
+            self.say(f"{what}: done before")
+            return
+        speed = tokens_per_second(self.target, self.config.slots)
+        self._tell(stage, tokens / speed, tokens * BYTES_A_TOKEN)
+
+    def _tell(self, stage: str, seconds: float, size: int) -> None:
+        if self.config.minutes is not None:
+            seconds = min(seconds, 60 * self.config.minutes * ENDS[stage])
+        free = shutil.disk_usage(self.work).free
+        if size + (64 << 20) > free:
+            raise OSError(
+                f"stage {stage} takes {size / 1e6:.0f} MB in {self.work}, which has "
+                f"{free / 1e6:.0f} MB free. Make room or name another folder with --work."
+            )
+        self.say(
+            f"stage {STAGES.index(stage) + 1} of {len(STAGES)}, {stage}: about "
+            f"{seconds / 60:.1f} min and {size / 1e6:.0f} MB in {self.work}"
+        )
+
+    def _enough(
+        self, stage: str, reached: Callable[[Shards, int], bool]
+    ) -> Callable[[Shards, int], bool]:
+        if self.config.minutes is None:
+            return reached
+        until = self.began + 60 * self.config.minutes * ENDS[stage]
+        return lambda shards, pending: reached(shards, pending) or time.monotonic() > until
+
+    def _reading_speed(self) -> float:
+        ids = torch.zeros(4, 256, dtype=torch.long, device=self.target.device)
+        with torch.inference_mode():
+            self.target.read(ids, (0,))
+            began = time.monotonic()
+            self.target.read(ids, (0,))
+        return ids.numel() / (time.monotonic() - began)
+
+    def _now_and_then(self, every_s: float = 20.0) -> Say:
+        last = [time.monotonic()]
+
+        def tell(line: str) -> None:
+            if time.monotonic() - last[0] > every_s:
+                last[0] = time.monotonic()
+                self.say(line)
+
+        return tell
+
+    def _facts(
+        self, raw: dict[str, Any], network: DraftNetwork, settings: FitConfig, held_out: int
+    ) -> dict[str, Any]:
+        return {
+            "target": self.config.target,
+            "target_fingerprint": target_fingerprint(self.folder),
+            "license": _license(self.folder),
+            "layers": self.config.layers,
+            "block_size": self.config.block_size,
+            "taps": raw["dflash_config"]["target_layer_ids"],
+            "mask_token": raw["dflash_config"]["mask_token_id"],
+            "parameters": network.config.parameters,
+            "held_out": held_out,
+            "fit": asdict(settings),
+        }
+
+    def _command(self) -> str:
+        given = {
+            "--target": [self.config.target],
+            "--prompts": self.config.prompts,
+            "--rows": self.config.rows,
+            "--forbidden": self.config.forbidden,
+            "--evaluate": self.config.evaluate,
+            "--layers": [str(self.config.layers)],
+            "--block-size": [str(self.config.block_size)],
+            "--out": [self.config.out],
+        }
+        if self.config.minutes is not None:
+            given["--minutes"] = [f"{self.config.minutes:g}"]
+        words = [f"{flag} {value}" for flag, values in given.items() for value in values]
+        return " \\\n    ".join(["dflash-lab train", *words])
+
+
+class _Plan:
+    """What was decided once and must not change when a run is resumed."""
+
+    def __init__(self, work: Path, target: str):
+        work.mkdir(parents=True, exist_ok=True)
+        self.path = work / "plan.json"
+        self.content: dict[str, Any] = (
+            json.loads(self.path.read_text()) if self.path.exists() else {"target": target}
+        )
+        if self.content["target"] != target:
+            raise ValueError(
+                f"{work} holds the work for another target. Name another folder with --work."
+            )
+        self._save()
+
+    def get(self, name: str) -> Any:
+        return self.content.get(name)
+
+    def put(self, name: str, value: Any) -> None:
+        self.content[name] = value
+        self._save()
+
+    def ended(self, stage: str) -> bool:
+        return bool(self.content.get(f"{stage}_ended"))
+
+    def end(self, stage: str) -> None:
+        self.put(f"{stage}_ended", True)
+
+    def _save(self) -> None:
+        beside = self.path.with_name(f"{self.path.name}.tmp.{os.getpid()}")
+        beside.write_text(json.dumps(self.content, indent=1) + "\n")
+        os.replace(beside, self.path)
+
+
+def _widths(widths: Sequence[tuple[int, float]], limit: int) -> tuple[tuple[int, float], ...]:
+    """Training widths no wider than the draft's block size, which is always among them."""
+    kept = [(width, share) for width, share in widths if width < limit]
+    rest = sum(share for width, share in widths if width >= limit)
+    return (*kept, (limit, rest or 0.4))
+
+
+def _step_seconds(network: DraftNetwork, target: TorchTarget, batches: Batches) -> float:
+    """Seconds of one step, without changing the network: forward and backward of the widest."""
+    loss = BlockLoss(network, target, batches.config)
+    for step in range(2):
+        began = time.monotonic()
+        batch = {name: value.to(target.device) for name, value in batches[step].items()}
+        sums = loss(batch)
+        (sums.loss / sums.weight).backward()
+        seconds = time.monotonic() - began
+    network.zero_grad(set_to_none=True)
+    return 1.1 * seconds
+
+
+def _read_prompts(name: str) -> list[str]:
+    """Prompts of a JSONL or parquet file, or of a hub data set's `train` split."""
+    path = Path(name)
+    if path.suffix in (".jsonl", ".gz"):
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no prompt file {path}.")
+        return questions(path)
+    from datasets import load_dataset
+
+    if path.suffix == ".parquet":
+        rows = load_dataset("parquet", data_files=str(path), split="train")
+    else:
+        rows = load_dataset(name, split="train")
+    texts = [question(row, f"{name}, row {number}") for number, row in enumerate(rows, 1)]
+    if not texts:
+        raise ValueError(f"{name} holds no prompts.")
+    return texts
+
+
+def _bundled_texts() -> list[str]:
+    return _texts_of(str(DATA / "prompts" / name) for name in ("mini.jsonl",))
+
+
+def _texts_of(files: Any) -> list[str]:
+    """Every text of JSONL files, whatever its columns are called."""
+    texts: list[str] = []
+    for name in files:
+        for row in read_jsonl(Path(name)):
+            for value in row.values():
+                parts = value if isinstance(value, list) else [value]
+                texts += [part for part in parts if isinstance(part, str)]
+    return texts
+
+
+def _license(folder: Path) -> str | None:
+    card_file = folder / "README.md"
+    if not card_file.is_file():
+        return None
+    for line in card_file.read_text("utf-8", "replace").splitlines():
+        if line.startswith("license:"):
+            return line.partition(":")[2].strip()
+    return None
