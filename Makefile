@@ -13,6 +13,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 RUN ?= results/demo
+# What tests compare drafts with. Its own dependencies are for its other parts, so it comes without.
+UPSTREAM = dflash==0.1.0
 
 BIN = $(VENV)/bin
 READY = $(VENV)/.installed
@@ -48,6 +50,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --upgrade pip
 	$(KEEP_TORCH) { set -f; $(BIN)/python -m pip install $$TORCH_WANTED; }
 	$(BIN)/python -m pip install -e ".[dev]"
+	$(BIN)/python -m pip install --no-deps $(UPSTREAM)
 	@echo "$(CURDIR)" > $(READY)
 
 pair: $(READY)

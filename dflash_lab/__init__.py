@@ -17,6 +17,7 @@ _HOMES = {
     "Trace": "trace",
     "tau": "trace",
     "load_pair": "load",
+    "inspect_draft": "inspection",
     "stream": "decoding",
     "decode": "decoding",
     "Run": "store",
@@ -30,6 +31,8 @@ _HOMES = {
     "explore": "explorer",
     "show_trace": "tokens",
     "report": "reports",
+    "TrainConfig": "train.recipe",
+    "train_draft": "train.recipe",
 }
 
 __all__ = ["__version__", *_HOMES]

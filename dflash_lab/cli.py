@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-WIDE = 120  # columns of a table that goes to a file or a pipe
+WIDE = 140  # columns of a table that goes to a file or a pipe
+VARIABLE = "DFLASH_BLOCK_SIZE"  # read here, at the start of a command, and nowhere in the library
+COMFORTABLE, LOW = 0.6, 0.3  # draft rates that users go by
 
 BlockSize = Annotated[
     str | None,
@@ -43,9 +49,24 @@ Target = Annotated[
 Draft = Annotated[
     str | None, typer.Option("--draft-model", "--draft", help="Draft: a folder or a hub id.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Backend = Annotated[str, typer.Option(help="What runs the pair: torch.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[
+    str | None, typer.Option(help="auto, cpu; with torch cuda or mps, with mlx gpu.")
+]
+Backend = Annotated[str | None, typer.Option(help="What runs the pair: torch or mlx.")]
+DraftBits = Annotated[
+    int | None, typer.Option("--draft-bits", help="4 or 8 quantises the draft; mlx only.")
+]
+BlockSizes = Annotated[
+    str | None,
+    typer.Option("--block-sizes", "--block-size", help="Sizes, separated by commas."),
+]
+Dataset = Annotated[
+    str | None, typer.Option("--prompts", "--dataset", help="mini, or a .jsonl or .parquet file.")
+]
+MaxPrompts = Annotated[
+    int | None, typer.Option("--max-prompts", "--max-samples", help="Take the first so many.")
+]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest output, in tokens.")]
 Beyond = Annotated[
     bool, typer.Option("--beyond-trained", help="Insist on a block size above the trained one.")
@@ -78,9 +99,10 @@ def decode(
     pair: PairName = None,
     target: Target = None,
     draft: Draft = None,
-    backend: Backend = "torch",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    backend: Backend = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    draft_bits: DraftBits = None,
     block_size: BlockSize = None,
     draft_window: Window = None,
     max_new_tokens: NewTokens = 128,
@@ -90,21 +112,23 @@ def decode(
     """Decode one prompt and say how its blocks went."""
     from dflash_lab import config as configs
     from dflash_lab import decoding, load
+    from dflash_lab.provenance import short_name
 
-    size, source = chosen_block_size(block_size)
     settings = configs.DecodeConfig(
-        block_size=size,
-        block_size_source=source,
+        **asked_block_size(block_size),
         draft_window=window_of(draft_window),
         max_new_tokens=max_new_tokens,
         beyond_trained=beyond_trained,
     )
-    spec = which_pair(pair, target, draft, backend, dtype, device)
+    shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
+    spec = which_pair(pair, target, draft, shared)
     trace = decoding.decode(load.load_spec(spec, say), prompt, settings, chat=chat)
     typer.echo(trace.text)
+    by = f", drafted by {short_name(spec.draft)}"
+    how = ", which is plain decoding: nothing is drafted" if trace.block_size == 1 else by
     say(
         f"{len(trace.tokens)} tokens ({trace.finish_reason}), {len(trace.blocks)} blocks, "
-        f"block size {trace.block_size} (from {trace.block_size_source}), "
+        f"block size {trace.block_size} (from {trace.block_size_source}){how}, "
         f"tau {figure(trace.tau)}, first token after {trace.ttft_s:.2f} s, "
         f"then {rate(len(trace.tokens) - 1, trace.decode_s)} tokens/s"
     )
@@ -113,62 +137,173 @@ def decode(
 @app.command()
 def sweep(
     out: Out,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="Settings in a .toml or .json file; flags go before them."),
+    ] = None,
     pair: PairName = None,
     target: Target = None,
     draft: Draft = None,
-    backend: Backend = "torch",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    block_sizes: Annotated[
-        str | None,
-        typer.Option("--block-sizes", "--block-size", help="Sizes, separated by commas."),
-    ] = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    draft_bits: DraftBits = None,
+    block_sizes: BlockSizes = None,
     draft_windows: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--draft-windows",
             "--draft-sliding-window-size",
             help="Windows, separated by commas; 'full' is no window.",
         ),
-    ] = "full",
-    prompts: Annotated[
-        str, typer.Option("--prompts", "--dataset", help="mini, or a .jsonl file.")
-    ] = "mini",
-    max_prompts: Annotated[
-        int | None, typer.Option("--max-prompts", "--max-samples", help="Take the first so many.")
     ] = None,
-    max_new_tokens: NewTokens = 96,
-    timing: Annotated[str, typer.Option(help="whole, or stages (synchronised).")] = "whole",
-    repeats: Annotated[int, typer.Option(help="Decodes of every prompt in every cell.")] = 1,
+    prompts: Dataset = None,
+    max_prompts: MaxPrompts = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest output, in tokens.")] = None,
+    timing: Annotated[str | None, typer.Option(help="whole, or stages (synchronised).")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Decodes of every prompt in a cell.")] = None,
     library_baseline: Annotated[
-        bool, typer.Option(help="Time the library's own generator too.")
-    ] = False,
+        bool | None, typer.Option(help="Time the library's own generator too.")
+    ] = None,
     beyond_trained: Beyond = False,
 ) -> None:
     """Decode a set of prompts at every block size and window; finished cells are skipped."""
+    from dflash_lab import config as configs
     from dflash_lab import sweeps
-    from dflash_lab.config import SweepConfig
 
-    config = SweepConfig(
-        pair=which_pair(pair, target, draft, backend, dtype, device),
-        block_sizes=chosen_block_sizes(block_sizes),
-        draft_windows=tuple(window_of(part) for part in draft_windows.split(",")),
+    base = configs.SweepConfig() if config is None else configs.read_sweep(config)
+    shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
+    windows = draft_windows and tuple(window_of(part) for part in draft_windows.split(","))
+    flags = given(
+        draft_windows=windows,
         prompts=prompts,
         max_prompts=max_prompts,
         max_new_tokens=max_new_tokens,
         timing=timing,
         repeats=repeats,
         library_baseline=library_baseline,
-        beyond_trained=beyond_trained,
+        beyond_trained=beyond_trained or None,
     )
+    in_pair = {"backend": "torch", "dtype": "auto", "device": "auto"}  # they stand in the PairSpec
+    spec = which_pair(pair, target, draft, shared, base)
+    settings = replace(base, pair=spec, **in_pair, **asked_block_sizes(block_sizes), **flags)
     with progress_bar() as show:
-        run = sweeps.sweep(config, out, progress=show)
+        run = sweeps.sweep(settings, out, progress=show)
     if run.cells:
         print_cells(run)
-    if run.unfinished:
-        say(f"{len(run.unfinished)} cells are not finished; dflash-lab status {out} lists them.")
-    if run.failed:
-        fail(f"{len(run.failed)} cells failed; the reasons are in failed.json of each.")
+    end_sweep(run)
+
+
+@app.command()
+def benchmark(
+    engine: Annotated[
+        str | None, typer.Argument(metavar="[BACKEND]", help="The same as --backend.")
+    ] = None,
+    pair: PairName = None,
+    target: Target = None,
+    draft: Draft = None,
+    backend: Annotated[
+        str | None, typer.Option(help="torch (transformers is another name for it) or mlx.")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    draft_bits: DraftBits = None,
+    block_sizes: BlockSizes = None,
+    draft_window: Window = None,
+    dataset: Dataset = None,
+    max_samples: MaxPrompts = None,
+    max_new_tokens: NewTokens = 128,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--enable-thinking/--disable-thinking", help="Else as the template has it."),
+    ] = None,
+    baseline: Annotated[bool, typer.Option(help="Measure plain decoding too.")] = True,
+    beyond_trained: Beyond = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of the run; calls with the same one join their cells."),
+    ] = None,
+) -> None:
+    """Measure block sizes over a set of prompts: throughput and acceptance, kept as a run.
+
+    Without --model the target is the one that the draft names, without --block-size the draft's own
+    size is measured, without --dataset the bundled prompts are decoded.
+    """
+    from dflash_lab import config as configs
+    from dflash_lab import load, sweeps
+    from dflash_lab.prompts import load_prompts
+
+    asked = asked_block_sizes(block_sizes)
+    shared = given(
+        backend=one_backend(engine, backend), dtype=dtype, device=device, draft_bits=draft_bits
+    )
+    if draft is not None and target is None and pair is None:
+        spec = load.spec_of_draft(draft, **shared)
+    else:
+        spec = which_pair(pair, target, draft, shared)
+    source = dataset or "mini"
+    held = len(load_prompts(source))
+    if max_samples is not None and max_samples > held:
+        say(f"{source} has {held} prompts; all of them are used.")
+    count = held if max_samples is None else min(max_samples, held)
+    loaded = load.load_spec(spec, say)
+    sizes = asked.pop("block_sizes", (loaded.draft_config.block_size,))
+    settings = configs.SweepConfig(
+        pair=spec,
+        block_sizes=tuple(dict.fromkeys((1, *sizes) if baseline else sizes)),
+        **asked,
+        draft_windows=(window_of(draft_window),),
+        prompts=source,
+        max_prompts=count,
+        max_new_tokens=max_new_tokens,
+        thinking=thinking,
+        beyond_trained=beyond_trained,
+    )
+    folder = out or Path("results") / f"benchmark-{spec.name or Path(spec.draft).name}"
+    with progress_bar() as show:
+        run = sweeps.sweep(settings, folder, progress=show, pair=loaded)
+    typer.echo(f"target: {spec.target}")
+    typer.echo(f"draft: {spec.draft}, trained at {loaded.draft_config.trained_block_size}")
+    typer.echo(f"prompts: {count} of the {held} of {source}")
+    typer.echo(f"run: {folder}")
+    if run.cells:
+        print_cells(run)
+        print_lengths(run)
+        print_judgement(run)
+    end_sweep(run)
+
+
+@app.command()
+def inspect(
+    draft: Annotated[str, typer.Argument(help="A draft: a folder or a hub id.")],
+    block_size: BlockSize = None,
+    draft_window: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-sliding-window-size",
+            "--draft-window",
+            "--window",
+            help="Committed positions the draft may see, for its memory; without it, all.",
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Committed positions, for its memory.")] = 4096,
+    target: Target = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Explain a draft from its config.json and headers alone; no weight is read."""
+    from dflash_lab.inspection import inspect_draft
+
+    seen = inspect_draft(
+        draft,
+        block_size=asked_block_size(block_size).get("block_size"),
+        draft_window=window_of(draft_window),
+        context=context,
+        target=target,
+    )
+    if as_json:
+        typer.echo(json.dumps(seen.to_json(), indent=2, allow_nan=False))
+    else:
+        print_sections(seen.sections())
 
 
 @app.command()
@@ -192,6 +327,98 @@ def report(
 
 
 @app.command()
+def train(
+    target: Annotated[str, typer.Option("--target", "--model", help="Model folder or hub id.")],
+    out: Annotated[str, typer.Option("--out", help="Folder for the draft.")] = "results/draft",
+    work: Annotated[
+        str | None, typer.Option(help="Folder for shards, features and checkpoints.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Fit the whole run into this time.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="JSONL or parquet file, or hub data set; may repeat.")
+    ] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option(help="JSONL of this target's answers; may repeat.")
+    ] = None,
+    forbidden: Annotated[
+        list[str] | None, typer.Option(help="JSONL whose texts are kept out; may repeat.")
+    ] = None,
+    evaluate: Annotated[
+        list[str] | None, typer.Option(help="JSONL of prompts for the card; may repeat.")
+    ] = None,
+    written_prompts: Annotated[
+        int | None, typer.Option(help="Prompts that the target writes itself.")
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of answers to write; 0 leaves it out.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the answers; 0 is greedy.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Texts written at once.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the draft.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Largest block, the anchor included.")
+    ] = None,
+    taps: Annotated[
+        str | None, typer.Option(help="Target layers to read, separated by commas.")
+    ] = None,
+    mask_token: Annotated[int | None, typer.Option(help="Id that stands for 'not known'.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its highest.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, or muon for the matrices.")] = None,
+    average: Annotated[
+        float | None, typer.Option(help="Decay of the averaged weights; 0 takes the last.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Of draft positions: pace, or decay by position.")
+    ] = None,
+    soft: Annotated[
+        float | None, typer.Option(help="Share of the loss against the target's likeliest tokens.")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    until: Annotated[
+        str | None, typer.Option(help="Last stage: prompts, answers, features or fit.")
+    ] = None,
+) -> None:
+    """Train a draft for a target; the same command goes on where it was stopped."""
+    from dflash_lab.train.fit import FitConfig
+    from dflash_lab.train.recipe import TrainConfig, train_draft
+
+    fit = given(
+        steps=steps,
+        learning_rate=learning_rate,
+        optimizer=optimizer,
+        average=average,
+        weights=weights,
+        soft=soft,
+    )
+    several = {"prompts": prompts, "rows": rows, "forbidden": forbidden, "evaluate": evaluate}
+    settings = given(
+        work=work,
+        minutes=minutes,
+        written_prompts=written_prompts,
+        answer_tokens=answer_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        slots=slots,
+        layers=layers,
+        block_size=block_size,
+        taps=None if taps is None else whole_numbers("taps", taps),
+        mask_token=mask_token,
+        dtype=dtype,
+        device=device,
+        until=until,
+    )
+    lists = {name: tuple(values or ()) for name, values in several.items()}
+    folder = train_draft(
+        TrainConfig(target=target, out=out, fit=FitConfig(**fit), **lists, **settings), say
+    )
+    if folder is not None:
+        typer.echo(folder)
+
+
+@app.command()
 def demo(out: Out = Path("results/demo")) -> None:
     """Fetch the embedded pair, measure it, and write figures and a report."""
     from dflash_lab.demo import run_demo
@@ -204,50 +431,77 @@ def demo(out: Out = Path("results/demo")) -> None:
     typer.echo(f"report: {made.report}")
 
 
-def chosen_block_size(flag: str | None) -> tuple[int | None, str | None]:
-    """The flag, else the variable DFLASH_BLOCK_SIZE, else nothing; and where it came from."""
-    if flag is not None:
-        return number("--block-size", flag), "flag --block-size"
-    value = os.environ.get("DFLASH_BLOCK_SIZE")
-    if value is not None:
-        return number("DFLASH_BLOCK_SIZE", value), "DFLASH_BLOCK_SIZE"
-    return None, None
+def given(**settings: Any) -> dict[str, Any]:
+    """The settings that a flag names."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def chosen_block_sizes(flag: str | None) -> tuple[int, ...]:
-    """The flag's sizes, else the variable's one size, else the usual ones."""
-    if flag is not None:
-        return tuple(number("block size", part) for part in flag.split(","))
-    size, _ = chosen_block_size(None)
-    return (1, 2, 4, 6, 8, 12, 16) if size is None else (size,)
+def asked_block_size(flag: str | None) -> dict[str, Any]:
+    """The block size of the flag, else of the variable, and its source, as settings."""
+    from dflash_lab.decoding import choose_block_size
+
+    size, source = choose_block_size(flag=flag, variable=os.environ.get(VARIABLE))
+    return given(block_size=size, block_size_source=source)
 
 
-def number(name: str, text: str) -> int:
-    """A whole number from 1, or one clear line."""
+def asked_block_sizes(flag: str | None) -> dict[str, Any]:
+    """The block sizes of the flag, else the one of the variable, and their source, as settings."""
+    asked = [asked_block_size(part) for part in ([None] if flag is None else flag.split(","))]
+    sizes = tuple(one["block_size"] for one in asked if one)
+    return (
+        {"block_sizes": sizes, "block_size_source": asked[0]["block_size_source"]} if sizes else {}
+    )
+
+
+def one_backend(argument: str | None, flag: str | None) -> str | None:
+    """The backend named by argument or flag; `transformers` is upstream's name for torch."""
+    if argument is not None and flag is not None and argument != flag:
+        raise ValueError(f"the backend is {argument!r} and --backend {flag!r}; give one.")
+    named = argument or flag
+    return "torch" if named == "transformers" else named
+
+
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """Numbers separated by commas."""
     try:
-        value = int(text.strip())
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise ValueError(f"{name} is {text.strip()!r}; expected a whole number from 1.")
-    return value
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}; expected whole numbers with commas.") from error
 
 
 def window_of(text: str | None) -> int | None:
     """A draft window; `full` or nothing is no window."""
-    return None if text is None or text.strip() == "full" else number("draft window", text)
+    if text is None or text.strip() == "full":
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ValueError(f"draft window is {text.strip()!r}; expected a whole number from 1.")
+    return value
 
 
 def which_pair(
-    name: str | None, target: str | None, draft: str | None, backend: str, dtype: str, device: str
+    name: str | None,
+    target: str | None,
+    draft: str | None,
+    shared: dict[str, Any],
+    base: Any = None,
 ) -> Any:
-    """The pair named, or the one made of target and draft where either is given."""
+    """The pair that the flags name, else the sweep file's (`base`), else the embedded one."""
+    from dflash_lab.config import PairSpec, SweepConfig
     from dflash_lab.load import pair_spec
 
-    shared = {"backend": backend, "dtype": dtype, "device": device}
-    if target is None and draft is None:
-        return pair_spec(name or "smollm2", **shared)
-    return pair_spec(name, target=target, draft=draft, **shared)
+    base = base or SweepConfig()
+    whole = isinstance(base.pair, PairSpec)
+    if name is None and target is None and draft is None:
+        if whole:
+            return replace(base.pair, **shared)
+        name = base.pair
+    stands = base.pair if whole else base
+    filed = {key: getattr(stands, key) for key in ("backend", "dtype", "device")}
+    return pair_spec(name, target=target, draft=draft, **(filed | shared))
 
 
 class progress_bar:
@@ -288,30 +542,126 @@ class progress_bar:
 
 
 def print_cells(run: Any) -> None:
-    """The cells of a run as a table."""
+    """The cells of a run as a table, and why one of them stands for several sizes."""
     from rich.console import Console
     from rich.table import Table
 
     from dflash_lab.analyse import cell_frame, records
 
-    heads = ("engine", "dtype", "block size", "window", "new tokens", "prompts", "tokens/s")
-    table = Table(*heads, "95 %", "tau")
-    limits = {cell.id: cell.request["max_new_tokens"] for cell in run.cells}
+    heads = ("engine", "dtype", "block size", "window", "prompts", "new tokens", "tokens/s", "95 %")
+    table = Table(*heads, "tau", "draft rate", "draft cache", "peak memory")
+    asked = {cell.id: cell.request for cell in run.cells}
     for row in records(cell_frame(run)):
-        window = row["draft_window"]
+        request = asked[row["cell"]]
         table.add_row(
             row["engine"],
             row["dtype"],
             str(row["block_size"]),
-            "none" if row["block_size"] == 1 else "full" if window is None else str(window),
-            f"up to {limits[row['cell']]}",
-            str(row["prompts"]),
+            "none" if row["block_size"] == 1 else window_name(row["draft_window"]),
+            f"{row['prompts']} of {request['prompts']['source']}",
+            f"up to {request['max_new_tokens']}",
             figure(row["tokens_per_s"]),
             span(row["tokens_per_s_low"], row["tokens_per_s_high"]),
             figure(row["tau"]),
+            percent(row["draft_rate"]),
+            megabytes(row["draft_cache_bytes"]),
+            megabytes(row["peak_bytes"]),
         )
     console = Console()
     Console(width=None if console.is_terminal else WIDE).print(table)
+    for size, others in lowered(run.cells).items():
+        typer.echo(
+            f"block size {size} stands for {' and '.join(map(str, others))} too: above the size "
+            "that the draft was trained with, and lowered to it. --beyond-trained insists."
+        )
+
+
+def lowered(cells: Sequence[Any]) -> dict[int, list[int]]:
+    """Block sizes used in the place of others, and those others."""
+    found: dict[int, set[int]] = {}
+    for cell in cells:
+        found.setdefault(cell.block_size, set()).update(cell.requested_block_sizes)
+    others = {size: sorted(asked - {size}) for size, asked in found.items()}
+    return {size: asked for size, asked in others.items() if asked}
+
+
+def print_sections(sections: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    """Rows of text under headings; empty sections are left out."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console = Console(width=None if console.is_terminal else WIDE)
+    for title, rows in sections.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        if rows:
+            console.print(table)
+
+
+def print_lengths(run: Any) -> None:
+    """How many drafts were accepted, by cell: the histogram."""
+    from dflash_lab.analyse import length_frame, records
+
+    prompts = {cell.id: cell.summary["prompts"] for cell in run.cells}
+    typer.echo("tau is the mean acceptance length: accepted drafts and the target's own token.")
+    typer.echo("Accepted drafts of a block, as a share of the blocks that were not cut:")
+    for cell, group in itertools.groupby(records(length_frame(run)), lambda row: row["cell"]):
+        rows = list(group)
+        first, blocks = rows[0], sum(row["blocks"] for row in rows)
+        shares = "  ".join(f"{row['accepted']}: {percent(row['share'])}" for row in rows)
+        typer.echo(
+            f"  block size {first['block_size']}, {first['dtype']}, window "
+            f"{window_name(first['draft_window'])}, {prompts[cell]} prompts, {blocks} blocks: "
+            f"{shares}"
+        )
+
+
+def print_judgement(run: Any) -> None:
+    """What the rule of thumb says of the draft rates, and what the measurement says."""
+    from dflash_lab.analyse import cell_frame, choose, comparable, records
+
+    part = comparable(run)
+    rows = [row for row in records(cell_frame(part)) if row["draft_rate"] is not None]
+    high = [setting_name(row) for row in rows if row["draft_rate"] > COMFORTABLE]
+    low = [setting_name(row) for row in rows if row["draft_rate"] < LOW]
+    typer.echo(
+        f"rule of thumb: a draft rate (accepted over drafted) above {COMFORTABLE:.0%} is "
+        f"comfortable (block size {', '.join(high) or 'none'}), below {LOW:.0%} go back to a "
+        f"smaller block ({', '.join(low) or 'none'})."
+    )
+    if rows:
+        typer.echo(f"measured: {choose(part).sentence}")
+
+
+def end_sweep(run: Any) -> None:
+    """Say what is not finished; failed cells are an error."""
+    if run.unfinished:
+        count = len(run.unfinished)
+        say(f"{count} cells are not finished; dflash-lab status {run.path} lists them.")
+    if run.failed:
+        fail(f"{len(run.failed)} cells failed; the reasons are in failed.json of each.")
+
+
+def setting_name(row: dict[str, Any]) -> str:
+    size, window = row["block_size"], row["draft_window"]
+    return str(size) if window is None else f"{size} at window {window}"
+
+
+def window_name(window: int | None) -> str:
+    return "full" if window is None else str(window)
+
+
+def percent(share: float | None) -> str:
+    """Whole per cent, or n/a where nothing was drafted."""
+    return "n/a" if share is None else f"{share:.0%}"
+
+
+def megabytes(count: int | None) -> str:
+    """Bytes in MB, or n/a."""
+    return "n/a" if count is None else f"{count / 1e6:.2f} MB"
 
 
 def span(low: float | None, high: float | None) -> str:
@@ -345,11 +695,11 @@ def show_warning(message: Warning | str, category: type[Warning], *rest: Any) ->
         say(f"warning: {message}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error that a user can mend is one line, not a traceback."""
     warnings.showwarning = show_warning
     try:
-        app()
+        app(None if arguments is None else list(arguments))
     except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
         if os.environ.get("DFLASH_LAB_TRACEBACK"):
             raise

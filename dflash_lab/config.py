@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
+import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "mlx")
+DEVICES = {"torch": r"auto|cpu|mps|cuda(:\d+)?", "mlx": "auto|cpu|gpu"}
+DRAFT_BITS = (4, 8)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TIMINGS = ("whole", "stages")
 RULES = ("match",)
 PROPOSALS = ("argmax",)
+# Who may name a block size, the highest first; the draft's configuration comes after them, then 16.
+BLOCK_SIZE_SOURCES = {
+    "argument": "argument",
+    "flag": "flag --block-size",
+    "variable": "DFLASH_BLOCK_SIZE",
+    "sweep": "sweep",
+}
 
 
 def whole(name: str, value: Any, low: int, hint: str) -> int:
@@ -38,9 +50,9 @@ def listed(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}; expected a list, such as ({value!r},).")
 
 
-def check_block_size(value: Any) -> int:
-    """A block size counts the anchor, so it starts at 1."""
-    return whole("block_size", value, 1, "It counts the anchor: 1 is plain decoding.")
+def check_block_size(value: Any, name: str = "block_size") -> int:
+    """A block size counts the anchor, so it starts at 1; `name` says in the error who named it."""
+    return whole(name, value, 1, "It counts the anchor: 1 is plain decoding.")
 
 
 def check_window(value: Any) -> int | None:
@@ -61,14 +73,23 @@ class PairSpec:
     name: str | None = None  # of a pair that comes with the project
     backend: str = "torch"
     dtype: str = "auto"  # "auto": bfloat16 on a GPU, float32 on a CPU
-    device: str = "auto"  # "auto": cuda, else mps, else cpu
+    device: str = "auto"  # "auto": a GPU if there is one (torch: cuda or mps, mlx: gpu), else cpu
+    draft_bits: int | None = None  # 4 or 8 quantises the draft; mlx only
 
     def __post_init__(self) -> None:
         one_of("backend", self.backend, BACKENDS)
         one_of("dtype", self.dtype, DTYPES)
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+        if not re.fullmatch(DEVICES[self.backend], self.device):
             raise ValueError(
-                f"device is {self.device!r}; expected auto, cpu, mps, cuda or cuda:NUMBER."
+                f"device is {self.device!r}; with torch expected auto, cpu, mps, cuda or "
+                "cuda:NUMBER, with mlx auto, cpu or gpu."
+            )
+        if self.draft_bits not in (None, *DRAFT_BITS):
+            raise ValueError(f"draft_bits is {self.draft_bits!r}; expected 4, 8 or None.")
+        if self.draft_bits is not None and self.backend != "mlx":
+            raise ValueError(
+                f"draft_bits is {self.draft_bits}, but only mlx quantises a draft. Use "
+                "backend='mlx', or leave draft_bits out."
             )
 
 
@@ -77,18 +98,20 @@ class DecodeConfig:
     """How one prompt is decoded."""
 
     block_size: int | None = None  # anchor included; None takes the draft's own
-    block_size_source: str | None = None  # who chose it, where that was not the caller's argument
+    block_size_source: str = "argument"  # who named it, a key of BLOCK_SIZE_SOURCES
     draft_window: int | None = None  # committed positions the draft may see
     max_new_tokens: int = 128
     stop_tokens: tuple[int, ...] = ()  # in addition to the target's own
     ignore_end: bool = False  # go on past the target's own end tokens
     temperature: float = 0.0
+    seed: int | None = None  # of random draws; greedy decoding makes none and only records it
     rule: str = "match"
     proposal: str = "argmax"
     timing: str = "whole"  # "stages" synchronises the device between stages
     beyond_trained: bool = False  # insist on a block size above the trained one
 
     def __post_init__(self) -> None:
+        one_of("block_size_source", self.block_size_source, tuple(BLOCK_SIZE_SOURCES))
         if self.block_size is not None:
             object.__setattr__(self, "block_size", check_block_size(self.block_size))
         object.__setattr__(self, "draft_window", check_window(self.draft_window))
@@ -99,6 +122,9 @@ class DecodeConfig:
         object.__setattr__(self, "stop_tokens", stops)
         if self.temperature != 0:
             raise ValueError(f"temperature is {self.temperature}; this version is greedy: use 0.")
+        if self.seed is not None:
+            seed = whole("seed", self.seed, 0, "None leaves the draws to chance.")
+            object.__setattr__(self, "seed", seed)
         one_of("rule", self.rule, RULES)
         one_of("proposal", self.proposal, PROPOSALS)
         one_of("timing", self.timing, TIMINGS)
@@ -113,6 +139,7 @@ class SweepConfig:
     dtype: str = "auto"
     device: str = "auto"
     block_sizes: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16)
+    block_size_source: str = "sweep"  # who named them, a key of BLOCK_SIZE_SOURCES
     draft_windows: tuple[int | None, ...] = (None,)
     windowed_block_sizes: tuple[int, ...] | None = None  # sizes for windows other than the first
     plain_dtypes: tuple[str, ...] = ()  # plain decoding in these dtypes too, interleaved
@@ -131,6 +158,7 @@ class SweepConfig:
     def __post_init__(self) -> None:
         for name in ("block_sizes", "draft_windows", "plain_dtypes"):
             listed(name, getattr(self, name))
+        one_of("block_size_source", self.block_size_source, tuple(BLOCK_SIZE_SOURCES))
         if not self.block_sizes:
             raise ValueError("block_sizes is empty; name one size at least, 1 is plain decoding.")
         for size in (*self.block_sizes, *(self.windowed_block_sizes or ())):
@@ -160,3 +188,33 @@ class SweepConfig:
                 raise ValueError(
                     "backend, dtype and device stand in the PairSpec; give them there alone."
                 )
+
+
+def read_sweep(path: str | Path) -> SweepConfig:
+    """The sweep that a .toml or .json file describes.
+
+    Its keys are fields of `SweepConfig`; `pair` may be a table of the fields of `PairSpec`, and
+    "full" among `draft_windows` is no window. Raises ValueError naming the file, FileNotFoundError.
+    """
+    path = Path(path)
+    reader = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix)
+    if reader is None:
+        raise ValueError(f"the sweep file is {str(path)!r}; expected a .toml or .json file.")
+    try:
+        raw = reader(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}; expected a table of settings.")
+    known = {item.name for item in fields(SweepConfig)} - {"block_size_source"}
+    if unknown := sorted(set(raw) - known):
+        listing = ", ".join(sorted(known))
+        raise ValueError(f"{path} has unknown settings {', '.join(unknown)}; known are {listing}.")
+    if isinstance(raw.get("draft_windows"), list):  # TOML has no word for nothing
+        raw["draft_windows"] = [None if w == "full" else w for w in raw["draft_windows"]]
+    try:
+        if isinstance(raw.get("pair"), dict):
+            raw["pair"] = PairSpec(**raw["pair"])
+        return SweepConfig(**raw)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error

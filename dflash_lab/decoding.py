@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash_lab.accept import RULES, kept
 from dflash_lab.backends import Session
-from dflash_lab.checkpoint import CheckpointError
-from dflash_lab.config import DecodeConfig
+from dflash_lab.checkpoint import CheckpointError, DraftConfig
+from dflash_lab.config import BLOCK_SIZE_SOURCES, DecodeConfig, check_block_size
 from dflash_lab.load import Pair, PromptLike
 from dflash_lab.trace import BlockRecord, DecodeRequest, PrefillRecord, StageSeconds, Trace
 
@@ -94,21 +96,46 @@ def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) 
         anchor = tokens[emitted - 1]
 
 
-def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
-    """Make a `DecodeConfig` definite for a pair; a block size above the trained one is lowered.
+def choose_block_size(
+    draft: DraftConfig | None = None,
+    *,
+    argument: Any = None,
+    flag: Any = None,
+    variable: Any = None,
+    sweep: Any = None,
+) -> tuple[int | None, str | None]:
+    """The block size that counts and its source: of those given, the first in this order.
 
-    Order: the argument, then the draft's config (nested before top level), then 16.
+    An argument, a flag, the variable DFLASH_BLOCK_SIZE, a sweep, then the draft's configuration
+    (nested before top level), then 16. Flag and variable may be text. Without `draft` it is None
+    where nobody names one: there the pair will say. Raises ValueError naming the source.
     """
+    texts = {"flag": _typed(flag), "variable": _typed(variable)}
+    for source, value in ({"argument": argument} | texts | {"sweep": sweep}).items():
+        if value is not None:
+            return check_block_size(value, BLOCK_SIZE_SOURCES[source]), source
+    if draft is None:
+        return None, None
+    stood = draft.sources["block_size"]
+    return draft.block_size, stood if stood == "default" else f"draft config: {stood}"
+
+
+def _typed(value: Any) -> Any:
+    """Text of a whole number from 1 as that number; anything else as it is, for the error."""
+    fits = isinstance(value, str) and re.fullmatch(r"\s*0*[1-9][0-9]*\s*", value)
+    return int(value) if fits else value
+
+
+def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
+    """Make a `DecodeConfig` definite for a pair; a block size above the trained one is lowered."""
     draft = pair.draft_config
-    requested, trained = config.block_size, draft.trained_block_size
-    if requested is None:
-        size, source = draft.block_size, f"draft config: {draft.sources['block_size']}"
-    else:
-        size, source = requested, config.block_size_source or "argument"
+    trained = draft.trained_block_size
+    size, source = choose_block_size(draft, **{config.block_size_source: config.block_size})
+    requested = size
     if size > trained and not config.beyond_trained:
         warnings.warn(
             f"block size {size} is above the {trained} that this draft was trained with; using "
-            f"{trained}. Pass beyond_trained=True to insist.",
+            f"{trained}. Pass beyond_trained=True (--beyond-trained) to insist.",
             BlockSizeWarning,
             stacklevel=3,
         )
@@ -123,7 +150,7 @@ def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
     return DecodeRequest(
         block_size=size,
         block_size_requested=requested,
-        block_size_source=source,
+        block_size_source=BLOCK_SIZE_SOURCES.get(source, source),
         trained_block_size=trained,
         beyond_trained=size > trained,
         draft_window=config.draft_window,
@@ -135,6 +162,7 @@ def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
         rule=config.rule,
         proposal=config.proposal,
         temperature=config.temperature,
+        seed=config.seed,
         timing=config.timing,
     )
 
@@ -167,10 +195,11 @@ def stream(
     request = resolve_request(pair, config or DecodeConfig())
     ids = pair.encode(prompt, chat, thinking).ids
     check_prompt(pair, ids)
-    return _records(pair, ids, request)
+    return run_session(pair, ids, request)
 
 
-def _records(pair: Pair, ids: Sequence[int], request: DecodeRequest) -> Iterator[Record]:
+def run_session(pair: Pair, ids: Sequence[int], request: DecodeRequest) -> Iterator[Record]:
+    """The records of one prompt in a session of its own, closed at the end."""
     session = pair.models.session(request.draft_window, speculate=request.block_size > 1)
     with closing(session):
         yield from run_blocks(session, ids, request)
@@ -195,12 +224,11 @@ def decode(
     check_prompt(pair, encoded.ids)
     pair.models.peak_bytes()
     records: list[Record] = []
-    cancelled = False
     began = time.perf_counter()
-    with closing(_records(pair, encoded.ids, request)) as source:
+    with closing(run_session(pair, encoded.ids, request)) as source:
         for record in source:
             records.append(record)
-            if cancelled := should_stop():
+            if should_stop():
                 break
     total = time.perf_counter() - began
     prefill, blocks = records[0], tuple(records[1:])
@@ -212,26 +240,26 @@ def decode(
         prefill=prefill,
         blocks=blocks,
         text=pair.text(tokens, request.stop_tokens),
-        finish_reason=finish_reason(tokens, len(encoded.ids), request, cancelled),
+        finish_reason=finish_reason(tokens, len(encoded.ids), request) or "cancelled",
         total_s=total,
         peak_bytes=pair.models.peak_bytes(),
         thinking=encoded.thinking,
-        warnings=_warn(complaints(blocks)),
+        warnings=complain(blocks),
     )
 
 
-def finish_reason(
-    tokens: Sequence[int], prompt_length: int, request: DecodeRequest, cancelled: bool
-) -> str:
-    """Why the output ended: an end token goes before a limit reached by the same token."""
+def finish_reason(tokens: Sequence[int], prompt_length: int, request: DecodeRequest) -> str | None:
+    """Why an output ends here: an end token goes before a limit reached by the same token.
+
+    None where it does not end by itself.
+    """
     if tokens[-1] in request.stop_tokens:
         return "stop"
     if len(tokens) == request.max_new_tokens:
         return "length"
     if prompt_length + len(tokens) == request.context_limit:
         return "context"
-    assert cancelled
-    return "cancelled"
+    return None
 
 
 def complaints(blocks: Sequence[BlockRecord]) -> tuple[str, ...]:
@@ -259,7 +287,9 @@ def silence(blocks: int, accepted: int) -> str | None:
     )
 
 
-def _warn(found: tuple[str, ...]) -> tuple[str, ...]:
+def complain(blocks: Sequence[BlockRecord]) -> tuple[str, ...]:
+    """Warn of every complaint; returns them."""
+    found = complaints(blocks)
     for complaint in found:
         warnings.warn(complaint, AcceptanceWarning, stacklevel=3)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dflash_lab.backends import LIBRARIES
 from dflash_lab.config import DecodeConfig
 from dflash_lab.decoding import decode
 from dflash_lab.load import Pair
@@ -50,7 +51,7 @@ def check_exactness(
         progress(number, len(prompts))
     return {
         "dtype": pair.models.dtype,
-        "reference": "transformers generate",
+        "reference": f"{LIBRARIES[pair.spec.backend]} generate",
         "block_size": config.block_size,
         "max_new_tokens": config.max_new_tokens,
         "equal": sum(row["equal"] for row in rows),

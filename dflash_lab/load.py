@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import re
 import warnings
@@ -163,6 +164,7 @@ def load_pair(
     backend: str = "torch",
     dtype: str = "auto",
     device: str = "auto",
+    draft_bits: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Pair:
     """Load a pair by name (`smollm2`), or by the folders or hub ids of its two models.
@@ -180,6 +182,7 @@ def load_pair(
         backend=backend,
         dtype=dtype,
         device=device,
+        draft_bits=draft_bits,
     )
     return load_spec(spec, progress)
 
@@ -194,6 +197,7 @@ def pair_spec(
     backend: str = "torch",
     dtype: str = "auto",
     device: str = "auto",
+    draft_bits: int | None = None,
 ) -> PairSpec:
     """The checked description of a pair; nothing is loaded."""
     if name is not None and (target is not None or draft is not None):
@@ -216,7 +220,44 @@ def pair_spec(
         backend=backend,
         dtype=dtype,
         device=device,
+        draft_bits=draft_bits,
     )
+
+
+def spec_of_draft(draft: str | Path, **settings: Any) -> PairSpec:
+    """The pair of a draft alone: the target is the one that its card or its config names.
+
+    `settings` are backend, dtype, device and draft_bits of `pair_spec`. Raises ValueError saying
+    how to name the target where the draft names none, or several.
+    """
+    where = Path(draft).expanduser()
+    for name, folder in EMBEDDED.items():
+        if where.resolve() == folder.resolve():
+            return pair_spec(name, **settings)
+    folder = resolve(str(draft), None, "draft", ("config.json", "README.md"))
+    named = targets_named(folder)
+    if len(named) != 1:
+        said = f"names {' and '.join(named)}" if named else "names none"
+        raise ValueError(
+            f"which target is {str(draft)!r} for? base_model in its README.md or config.json "
+            f"{said}. Say it: target=, or --model on the command line, a folder or a hub id."
+        )
+    return pair_spec(target=named[0], draft=draft, **settings)
+
+
+def targets_named(folder: Path) -> list[str]:
+    """What a draft calls its base model, in its card's front matter, else in its config."""
+    from huggingface_hub import metadata_load
+
+    card, config = folder / "README.md", folder / "config.json"
+    try:
+        told = (metadata_load(card) or {}) if card.is_file() else {}
+        named = told.get("base_model")
+        if named is None and config.is_file():
+            named = json.loads(config.read_text(encoding="utf-8")).get("base_model")
+    except Exception as error:  # of YAML, of JSON, or not a mapping at all
+        raise ValueError(f"the card or the config in {folder} cannot be read: {error}") from error
+    return [named] if isinstance(named, str) else [str(one) for one in named or ()]
 
 
 def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> Pair:
@@ -231,9 +272,11 @@ def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> 
         target_folder = resolve(spec.target, spec.target_revision, "target", TARGET_FILES)
     if not (target_folder / "config.json").is_file():
         raise ModelUnavailable(f"there is no config.json in {target_folder}: not a model folder.")
+    bits = {} if spec.draft_bits is None else {"draft_bits": spec.draft_bits}
     models = open_backend(spec.backend).load(
-        target_folder, draft_folder, config, spec.dtype, spec.device
+        target_folder, draft_folder, config, spec.dtype, spec.device, **bits
     )
+    quantised = f", {spec.draft_bits} bits" if bits else ""
     tokenizer = load_tokenizer(target_folder)
     folders = {"target": target_folder, "draft": draft_folder}
     return Pair(
@@ -243,7 +286,7 @@ def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> 
         tokenizer=tokenizer,
         fingerprint={
             "target": target_fingerprint(target_folder),
-            "draft": draft_fingerprint(draft_folder),
+            "draft": draft_fingerprint(draft_folder) + quantised,
             "template": _sha(str(getattr(tokenizer, "chat_template", None))),
             **{f"{what}_commit": p.name for what, p in folders.items() if is_snapshot(p)},
         },

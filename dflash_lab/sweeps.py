@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_lab.backends import LIBRARIES
 from dflash_lab.config import DecodeConfig, PairSpec, SweepConfig
 from dflash_lab.decoding import (
     AcceptanceWarning,
@@ -43,7 +44,7 @@ from dflash_lab.store import (
     tidy,
 )
 
-OWN, LIBRARY = "dflash_lab", "transformers"  # engines: our loop, the library's own generator
+OWN = "dflash_lab"  # the engine that is our own loop; the others are the libraries' generators
 
 
 class CellInUseWarning(UserWarning):
@@ -227,7 +228,7 @@ def plan_cells(config: SweepConfig, pairs: Pairs, prompts: Sequence[Prompt]) -> 
     for dtype in plain:
         wanted.setdefault((OWN, dtype, 1, None), []).append(1)
     for dtype in (pairs.dtype, *plain) if config.library_baseline else ():
-        wanted.setdefault((LIBRARY, dtype, 1, None), []).append(1)
+        wanted.setdefault((LIBRARIES[pairs.first.spec.backend], dtype, 1, None), []).append(1)
     facts = pairs.first.models.describe()
     shared = shared_request(config, pairs.first, facts) | {
         "prompts": describe_prompts(config, prompts),
@@ -289,7 +290,7 @@ def _plan(
         requested_block_sizes=tuple(dict.fromkeys(sizes)),
         decode=DecodeConfig(
             block_size=size,
-            block_size_source="sweep",
+            block_size_source=config.block_size_source,
             draft_window=window,
             max_new_tokens=config.max_new_tokens,
             timing=config.timing,
@@ -513,7 +514,7 @@ class _Sweep:
 
     def _line(self, filling: Filling, prompt: PromptLike, keys: dict[str, Any]) -> dict[str, Any]:
         pair, plan = self._pair(filling), filling.plan
-        if plan.engine == LIBRARY:
+        if plan.engine != OWN:
             return library_line(pair, plan, prompt, keys, self.config, self.names)
         line = own_line(pair, plan, prompt, keys, self.config, self.names, self.should_stop)
         for warning in line["warnings"]:
@@ -596,7 +597,7 @@ def settings(config: SweepConfig, pair: Pair) -> dict[str, Any]:
 
 def warm_up(pair: Pair, plan: Plan, ids: Sequence[int]) -> None:
     """A prefill and two blocks of the cell's shape; the figures are thrown away."""
-    if plan.engine == LIBRARY:
+    if plan.engine != OWN:
         pair.models.library_generate(ids, min(3, plan.decode.max_new_tokens), frozenset())
         return
     records = itertools.count(1)
@@ -652,7 +653,7 @@ def library_line(
             "prompt_ids": ids,
             "new_ids": made.tokens,
             "text": pair.text(made.tokens, request.stop_tokens),
-            "finish_reason": finish_reason(made.tokens, len(ids), request, cancelled=False),
+            "finish_reason": finish_reason(made.tokens, len(ids), request),
             "ttft_s": made.ttft_s,
             "decode_s": made.total_s - made.ttft_s,
             "total_s": made.total_s,

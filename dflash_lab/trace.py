@@ -74,8 +74,8 @@ class DecodeRequest:
     """A `DecodeConfig` made definite for one pair: every value that decides the result."""
 
     block_size: int
-    block_size_requested: int | None
-    block_size_source: str  # "argument", "draft config: block_size", ...
+    block_size_requested: int  # what the source named, before it was lowered
+    block_size_source: str  # "argument", "DFLASH_BLOCK_SIZE", "draft config: block_size", "default"
     trained_block_size: int
     beyond_trained: bool  # the size used is above the trained one
     draft_window: int | None
@@ -87,6 +87,7 @@ class DecodeRequest:
     rule: str
     proposal: str
     temperature: float
+    seed: int | None
     timing: str
 
 
@@ -131,7 +132,7 @@ class Trace:
         return self.request.block_size
 
     @property
-    def block_size_requested(self) -> int | None:
+    def block_size_requested(self) -> int:
         return self.request.block_size_requested
 
     @property

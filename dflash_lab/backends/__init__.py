@@ -10,6 +10,24 @@ from typing import Any, Protocol
 from dflash_lab.accept import Verdict
 from dflash_lab.checkpoint import DraftConfig
 
+LIBRARIES = {"torch": "transformers", "mlx": "mlx-lm"}  # whose own generator is the reference
+
+
+class UnsupportedTarget(ValueError):
+    """A model whose layers, embedding or head are not where a causal language model has them."""
+
+
+class TargetNotReversible(ValueError):
+    """The target holds state that cannot be taken back after a rejected draft."""
+
+
+class TargetNotFinite(ArithmeticError):
+    """The target's logits are not finite numbers, so no token can be chosen."""
+
+
+class OutOfMemory(RuntimeError):
+    """The device has no memory left for a block of this size over this much context."""
+
 
 class Session(Protocol):
     """One prompt being decoded. Owns both models' caches; knows nothing of acceptance."""
@@ -89,4 +107,8 @@ def open_backend(name: str) -> Backend:
         from dflash_lab.backends.torch_session import TorchBackend
 
         return TorchBackend()
-    raise ValueError(f"backend is {name!r}; this version has 'torch'.")
+    if name == "mlx":
+        from dflash_lab.backends.mlx_session import MlxBackend
+
+        return MlxBackend()
+    raise ValueError(f"backend is {name!r}; this version has {' and '.join(map(repr, LIBRARIES))}.")

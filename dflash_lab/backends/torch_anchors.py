@@ -36,20 +36,27 @@ def accepted_counts(
     ):
         block = mask.expand(len(anchors), block_size).clone()
         block[:, 0] = tokens[anchors]
-        states = network(embedding(block)[None], anchors[None], context, positions, draft_window)[0]
-        counts += _leading_matches(states, head, tokens, anchors)
+        embedded = network.embed(embedding, block)[None]
+        states = network(embedded, anchors[None], context, positions, draft_window)[0]
+        counts += _leading_matches(network, states, head, tokens, anchors)
     return counts
 
 
-def _leading_matches(states: Tensor, head: nn.Module, tokens: Tensor, anchors: Tensor) -> list[int]:
-    """The head is asked for draft position k only where all before it matched."""
+def _leading_matches(
+    network: DraftNetwork, states: Tensor, head: nn.Module, tokens: Tensor, anchors: Tensor
+) -> list[int]:
+    """The head is asked for draft position k only where all before it matched.
+
+    There the token before it is the text's own, which is what a DFlash 2 selector goes by.
+    """
     counts = torch.zeros(len(anchors), dtype=torch.long, device=tokens.device)
     alive = torch.arange(len(anchors), device=tokens.device)
     for position in range(1, states.shape[1]):
         alive = alive[anchors[alive] + position < len(tokens)]
         if not len(alive):
             break
-        drafted = head(states[alive, position]).argmax(-1)
+        before = tokens[anchors[alive] + position - 1]
+        drafted = network.choose(states[alive, position], head, before)
         alive = alive[drafted == tokens[anchors[alive] + position]]
         counts[alive] += 1
     return counts.tolist()

@@ -6,16 +6,25 @@ decoding runs with one of each, training and replay with many. So there is one n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dflash_lab.checkpoint import CheckpointError, DraftConfig, TensorMismatch, check_tensors
+from dflash_lab.checkpoint import (
+    DFlash2,
+    DraftConfig,
+    Rope,
+    TensorMismatch,
+    bare_names,
+    check_headers,
+    read_headers,
+    weight_files,
+)
 
 KeysValues = tuple[Float[Tensor, "seq kv context head"], Float[Tensor, "seq kv context head"]]
 
@@ -34,14 +43,20 @@ class RMSNorm(nn.Module):
         return wide.to(x.dtype) * self.weight
 
 
+@cache
+def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Float[Tensor, " half"]:
+    """`Rope.inverse_frequencies` on the device, where they stay."""
+    with torch.inference_mode(False):
+        return torch.tensor(rope.inverse_frequencies(head_dim), device=device, dtype=torch.float32)
+
+
 def rotary(
-    positions: Int[Tensor, "*rows"], head_dim: int, theta: float, dtype: torch.dtype
+    positions: Int[Tensor, "*rows"], rope: Rope, head_dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*rows head"], Float[Tensor, "*rows head"]]:
     """Cosines and sines of the half-rotation layout at absolute positions."""
-    half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[..., None] * theta ** (-half / head_dim)
+    angles = positions.float()[..., None] * inverse_frequencies(rope, head_dim, positions.device)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
 
 
 def rotate(
@@ -172,6 +187,44 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Convolution(nn.Module):
+    """DFlash 2: a causal convolution over block rows before and after one half of a layer.
+
+    Its kernels are a fixed part a channel and a dynamic part a group of channels, the latter made
+    from the row itself. Rows before the block count as zero (dflash.md 2.5).
+    """
+
+    def __init__(self, config: DraftConfig, extras: DFlash2):
+        super().__init__()
+        hidden, self.taps, self.group = config.hidden_size, extras.conv_taps, extras.conv_group
+        groups = hidden // self.group
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * self.taps * groups, bias=False)
+
+    def forward(
+        self,
+        x: Float[Tensor, "*rows width hidden"],
+        inner: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, "*rows width hidden"]:
+        """`inner` between the two convolutions; both have the kernels of the rows that came in."""
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+        kernels = self.base_kernel + dynamic.repeat_interleave(self.group, dim=-1)
+        before, after = kernels.unbind(-3)
+        return convolve(inner(convolve(x, before)), after)
+
+
+def convolve(
+    x: Float[Tensor, "*rows width hidden"], kernels: Float[Tensor, "*rows width taps hidden"]
+) -> Float[Tensor, "*rows width hidden"]:
+    """Each row as a weighted sum of itself and the rows just before it, a kernel a row."""
+    width = x.shape[-2]
+    total = kernels[..., 0, :] * x
+    for back in range(1, min(kernels.shape[-2], width)):
+        past = nn.functional.pad(x[..., : width - back, :], (0, 0, back, 0))
+        total = total + kernels[..., back, :] * past
+    return total
+
+
 class Layer(nn.Module):
     """One decoder layer over block rows; the context enters as keys and values alone."""
 
@@ -181,6 +234,9 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        extras = config.dflash2
+        self.attention_conv = None if extras is None else Convolution(config, extras)
+        self.mlp_conv = None if extras is None else Convolution(config, extras)
 
     def forward(
         self,
@@ -190,8 +246,95 @@ class Layer(nn.Module):
         visible: Bool[Tensor, "seq anchors width context"] | None,
         within: Bool[Tensor, "width width"] | None,
     ) -> Float[Tensor, "seq anchors width hidden"]:
-        x = x + self.self_attn(self.input_layernorm(x), context, rotation, visible, within)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        def attend_rows(rows: Tensor) -> Tensor:
+            return self.self_attn(rows, context, rotation, visible, within)
+
+        x = x + surround(self.attention_conv, self.input_layernorm(x), attend_rows)
+        return x + surround(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+
+
+def surround(
+    conv: Convolution | None, x: Tensor, inner: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "*rows width hidden"]:
+    """`inner`, between the convolutions where the draft has them."""
+    return inner(x) if conv is None else conv(x, inner)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2: chooses among a slot's likeliest tokens by the token before it (dflash.md 2.5)."""
+
+    def __init__(self, config: DraftConfig, extras: DFlash2):
+        super().__init__()
+        rank = extras.selector_rank
+        self.top_k = min(extras.selector_top_k, config.vocab_size)
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+
+    def candidates(
+        self, states: Float[Tensor, "*slots hidden"], logits: Float[Tensor, "*slots vocab"]
+    ) -> tuple[Int[Tensor, "*slots k"], Float[Tensor, "*slots k"], Float[Tensor, "*slots k rank"]]:
+        """Tokens in the order of their ids, their logits, and what a predecessor is weighed with.
+
+        All slots at once, so that the walk gathers one row a slot.
+        """
+        tokens = likeliest(logits, self.top_k)
+        wanted = self.hidden_projection(states).float().unsqueeze(-2)
+        links = self.successor_codebook[tokens].float() * wanted
+        return tokens, logits.gather(-1, tokens).float(), links
+
+    def scores(
+        self,
+        logits: Float[Tensor, "*slots k"],
+        links: Float[Tensor, "*slots k rank"],
+        previous: Int[Tensor, "*slots"],
+    ) -> Float[Tensor, "*slots k"]:
+        """The candidates' logits, corrected by the token before them."""
+        before = self.predecessor_codebook[previous].float()
+        return logits + (links @ before.unsqueeze(-1)).squeeze(-1)
+
+    def choose(
+        self,
+        states: Float[Tensor, "*slots hidden"],
+        logits: Float[Tensor, "*slots vocab"],
+        previous: Int[Tensor, "*slots"],
+    ) -> Int[Tensor, "*slots"]:
+        """The best candidate of each slot after the given tokens; the lowest id among equals."""
+        tokens, base, links = self.candidates(states, logits)
+        return take(tokens, self.scores(base, links, previous))
+
+    def walk(
+        self,
+        states: Float[Tensor, "slots hidden"],
+        logits: Float[Tensor, "slots vocab"],
+        anchor: Int[Tensor, ""],
+    ) -> Int[Tensor, " slots"]:
+        """The slots from left to right, each after the token chosen before it."""
+        chosen = [anchor]
+        for tokens, base, links in zip(*self.candidates(states, logits), strict=True):
+            chosen.append(take(tokens, self.scores(base, links, chosen[-1])))
+        return torch.stack(chosen[1:])
+
+
+def take(
+    tokens: Int[Tensor, "*slots k"], scores: Float[Tensor, "*slots k"]
+) -> Int[Tensor, "*slots"]:
+    """The token of the best score, the first among equals."""
+    return tokens.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def likeliest(logits: Float[Tensor, "*slots vocab"], count: int) -> Int[Tensor, "*slots k"]:
+    """The `count` tokens of the highest logits, by id; where logits are equal, the lowest ids.
+
+    Half-precision logits are often equal, and which of them `topk` takes is nowhere said. So it
+    ranks whole numbers that are all different: a float's bits, in order, then the id.
+    """
+    bits = logits.float().view(torch.int32).long()
+    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    vocab = logits.shape[-1]
+    ids = torch.arange(vocab, device=logits.device)
+    ranks = order * vocab + (vocab - 1 - ids)
+    return ranks.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
 class DraftNetwork(nn.Module):
@@ -205,6 +348,14 @@ class DraftNetwork(nn.Module):
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        extras = config.dflash2
+        self.candidate_selector = None if extras is None else CandidateSelector(config, extras)
+
+    def embed(self, embedding: Callable[[Tensor], Tensor], tokens: Int[Tensor, "*rows"]) -> Tensor:
+        """The block's rows from the target's embedding, that one's own scale included."""
+        rows = embedding(tokens)
+        scale = self.config.embedding_scale
+        return rows if scale == 1 else rows * scale
 
     def context(
         self,
@@ -217,8 +368,22 @@ class DraftNetwork(nn.Module):
         for every anchor, block size and window.
         """
         fused = self.hidden_norm(self.fc(features))
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, fused.dtype)
-        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.layers]
+        rotations = self.rotations(positions, fused.dtype)
+        return [
+            layer.self_attn.keys_values(fused, cos, sin)
+            for layer, (cos, sin) in zip(self.layers, rotations, strict=True)
+        ]
+
+    def rotations(
+        self, positions: Int[Tensor, "*rows"], dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines for each layer; layers that rotate alike share them."""
+        config = self.config
+        made = {
+            rope: rotary(positions, rope, config.head_dim, dtype)
+            for rope in dict.fromkeys(config.layer_ropes)
+        }
+        return [made[rope] for rope in config.layer_ropes]
 
     def forward(
         self,
@@ -234,7 +399,7 @@ class DraftNetwork(nn.Module):
         """
         width = embedded.shape[2]
         positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)
-        rotation = rotary(positions, self.config.head_dim, self.config.rope_theta, embedded.dtype)
+        rotations = self.rotations(positions, embedded.dtype)
         x = embedded
         masks: dict[int | None, Tensor | None] = {}
         for index, layer in enumerate(self.layers):
@@ -246,8 +411,46 @@ class DraftNetwork(nn.Module):
                     else None
                 )
             within = block_mask(width, self.config.layer_causal[index], x.device)
-            x = layer(x, context[index], rotation, masks[window], within)
+            x = layer(x, context[index], rotations[index], masks[window], within)
         return self.norm(x)
+
+    def logits(self, raw: Float[Tensor, "*slots vocab"]) -> Float[Tensor, "*slots vocab"]:
+        """What the target's head said of the draft's states, multiplied and capped."""
+        multiplier, cap = self.config.output_multiplier, self.config.softcap
+        if multiplier == 1 and cap is None:
+            return raw
+        scaled = raw.float() * multiplier
+        return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+    def choose(
+        self,
+        states: Float[Tensor, "*slots hidden"],
+        head: Callable[[Tensor], Tensor],
+        previous: Int[Tensor, "*slots"],
+    ) -> Int[Tensor, "*slots"]:
+        """The drafted token of slots whose token before is known, as in a text."""
+        logits = self.logits(head(states))
+        if self.candidate_selector is None:
+            return logits.argmax(-1)
+        return self.candidate_selector.choose(states, logits, previous)
+
+    def propose(
+        self,
+        states: Float[Tensor, "slots hidden"],
+        head: Callable[[Tensor], Tensor],
+        anchor: Int[Tensor, ""],
+    ) -> tuple[Int[Tensor, " slots"], Bool[Tensor, ""]]:
+        """The drafted tokens of one block, and whether all its logits are finite numbers.
+
+        `states` are those of slots 1 to `block_size - 1`. A softcap would hide an infinite logit,
+        so what the head said is looked at, and of each slot only the highest.
+        """
+        raw = head(states)
+        finite = torch.isfinite(raw.amax(-1)).all()
+        logits = self.logits(raw)
+        if self.candidate_selector is None:
+            return logits.argmax(-1), finite
+        return self.candidate_selector.walk(states, logits, anchor), finite
 
 
 class ContextCache:
@@ -309,33 +512,15 @@ class ContextCache:
         return sum(t.numel() * t.element_size() for pair in self._buffers for t in pair)
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a draft folder, a common `model.` prefix stripped; safetensors only."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"there is no *.safetensors file in {folder}. "
-            "A draft is a folder with config.json and model.safetensors."
-        )
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-            tensors |= load_file(file)
-        except Exception as error:  # safetensors raises its own kinds for each sort of damage
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if tensors and all(name.startswith("model.") for name in tensors):
-        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
-    return tensors
-
-
 def load_network(
     folder: Path, config: DraftConfig, dtype: torch.dtype, device: torch.device
 ) -> DraftNetwork:
     """The network of a draft folder, strictly: every tensor present, none left over, all finite."""
-    tensors = read_tensors(folder)
-    check_tensors(config, {name: tuple(value.shape) for name, value in tensors.items()})
+    check_headers(config, read_headers(folder))
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        tensors |= load_file(file)
+    tensors = bare_names(tensors)
     broken = [name for name, value in tensors.items() if not torch.isfinite(value).all()]
     if broken:
         raise TensorMismatch(

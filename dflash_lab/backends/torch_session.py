@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 from dflash_lab.accept import Verdict
 from dflash_lab.backends import Generated
 from dflash_lab.backends.torch_model import ContextCache, DraftNetwork, load_network
-from dflash_lab.backends.torch_target import TorchTarget, load_target, take_back
-from dflash_lab.checkpoint import DraftConfig, MaskIdOutOfRange, WidthMismatch
+from dflash_lab.backends.torch_target import TorchTarget, load_target, not_finite, take_back
+from dflash_lab.checkpoint import DraftConfig, check_target
 
 PREFILL_CHUNK = 1024  # tokens; bounds the memory of a long prompt
 
@@ -44,7 +44,7 @@ class TorchSession:
         self.network = draft
         self.prefill_chunk = prefill_chunk
         self.taps = draft.config.target_layer_ids if draft is not None else ()
-        self.window = _cache_window(draft.config, draft_window) if draft is not None else None
+        self.window = draft.config.context_window(draft_window) if draft is not None else None
         self.draft_window = draft_window
         self.cache = target.new_cache()
         self.context = ContextCache(self.window)
@@ -52,6 +52,7 @@ class TorchSession:
         self.committed = 0  # positions in the target's cache: the anchor comes next
         self._rows: Tensor | None = None  # features of the block just verified
         self._verified = 0
+        self._finite: list[int] = []  # 1 for each of its rows whose logits are finite
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int]) -> int:
@@ -61,7 +62,10 @@ class TorchSession:
             self.committed += chunk.shape[1]
             if features is not None:
                 self._remember(features)
-        return int(logits[0, -1].argmax())
+        token = int(logits[0, -1].argmax())
+        if not logits[0, -1, token].isfinite():
+            raise not_finite(self.target.dtype)
+        return token
 
     @torch.inference_mode()
     def draft(self, anchor: int, block_size: int) -> TorchBlock:
@@ -71,14 +75,12 @@ class TorchSession:
         network = self._draft_network()
         self._feed(network)
         masks = first.new_full((1, block_size - 1), network.config.mask_token)
-        embedded = self.target.embedding(torch.cat((first, masks), dim=1))[None]
+        embedded = network.embed(self.target.embedding, torch.cat((first, masks), dim=1))[None]
         anchors = first.new_full((1, 1), self.committed)
         states = network(
             embedded, anchors, self.context.layers(), self._context_positions(), self.draft_window
         )
-        logits = self.target.head(states[0, 0, 1:])
-        drafted = logits.argmax(-1)
-        finite = torch.isfinite(logits.amax(-1)).all()
+        drafted, finite = network.propose(states[0, 0, 1:], self.target.head, first[0, 0])
         return TorchBlock(torch.cat((first, drafted[None]), dim=1), finite)
 
     @torch.inference_mode()
@@ -87,10 +89,13 @@ class TorchSession:
         logits, self._rows = self.target.logits(tokens, self.cache, self.taps)
         self._verified = tokens.shape[1]
         chosen = logits[0].argmax(-1)
-        # One transfer a block: drafted, chosen and the flag travel together.
+        # What is not finite, argmax takes: the chosen entries tell of their whole rows.
+        finite = logits[0].gather(-1, chosen[:, None])[:, 0].isfinite().long()
+        # One transfer a block: drafted, chosen and the flags travel together.
         flag = tokens.new_ones(1) if block.finite is None else block.finite[None].long()
-        numbers = torch.cat((tokens[0], chosen, flag)).tolist()
+        numbers = torch.cat((tokens[0], chosen, finite, flag)).tolist()
         count = self._verified
+        self._finite = numbers[2 * count : 3 * count]
         return Verdict(
             drafted=tuple(numbers[1:count]),
             posterior=tuple(numbers[count : 2 * count]),
@@ -99,6 +104,8 @@ class TorchSession:
 
     def commit(self, accepted: int) -> None:
         keep = accepted + 1
+        if not all(self._finite[:keep]):  # rows behind these are no part of the text
+            raise not_finite(self.target.dtype)
         take_back(self.cache, self._verified - keep)
         if self._rows is not None:
             self._remember(self._rows[:, :keep])
@@ -137,16 +144,30 @@ class TorchSession:
 
     def _feed(self, network: DraftNetwork) -> None:
         """Turn pending features into context keys and values, up to just before the anchor."""
-        if not self.pending:
-            return
-        features = torch.cat(self.pending, dim=1) if len(self.pending) > 1 else self.pending[0]
-        self.pending = []
-        first = self.committed - features.shape[1]
+        first = self.committed - sum(part.shape[1] for part in self.pending)
         if first > self.context.end:
             self.context = ContextCache(self.window)  # all it held has left the window
             self.context.skip_to(first)
-        positions = torch.arange(first, self.committed, device=features.device)
-        self.context.append(network.context(features, positions))
+        while self.pending:
+            features = self._take_pending()
+            end = first + features.shape[1]
+            positions = torch.arange(first, end, device=features.device)
+            self.context.append(network.context(features, positions))
+            first = end
+
+    def _take_pending(self) -> Tensor:
+        """The oldest pending features, of one prefill chunk at most.
+
+        Part by part, so that those of a long prompt are never twice in memory.
+        """
+        rows, count = self.pending[0].shape[1], 1
+        while count < len(self.pending):
+            rows += self.pending[count].shape[1]
+            if rows > self.prefill_chunk:
+                break
+            count += 1
+        parts, self.pending = self.pending[:count], self.pending[count:]
+        return torch.cat(parts, dim=1) if count > 1 else parts[0]
 
     def _context_positions(self) -> Tensor | None:
         """Absolute positions of the context rows, needed only where a layer has its own window."""
@@ -154,16 +175,6 @@ class TorchSession:
             return None
         start = self.context.end - len(self.context)
         return torch.arange(start, self.context.end, device=self.target.device)
-
-
-def _cache_window(config: DraftConfig, draft_window: int | None) -> int | None:
-    """How many committed positions are worth keeping: the widest that any layer may see."""
-    widest = [None if window is None else max(1, window - 1) for window in config.layer_windows]
-    limits = [window for window in widest if window is not None]
-    own = max(limits) if len(limits) == len(widest) else None
-    if own is None or draft_window is None:
-        return draft_window if own is None else own
-    return min(own, draft_window)
 
 
 def synchronize(device: torch.device) -> None:
@@ -210,7 +221,7 @@ class TorchModels:
         self.device = str(target.device)
         self.context_limit = target.context_limit
         self.vocabulary = target.embedding.weight.shape[0]
-        self.end_tokens = frozenset(_end_tokens(target.model))
+        self.end_tokens = frozenset(end_tokens(target.model))
         # generate() fills what a call leaves open from here: a repetition penalty, say, or an end
         # token that the caller did without. The reference is plain greedy decoding, nothing more.
         target.model.generation_config = GenerationConfig()
@@ -262,7 +273,7 @@ class TorchModels:
         }
 
 
-def _end_tokens(model: Any) -> list[int]:
+def end_tokens(model: Any) -> list[int]:
     found: list[int] = []
     for config in (model.config, model.generation_config):
         ids = getattr(config, "eos_token_id", None)
@@ -273,27 +284,8 @@ def _end_tokens(model: Any) -> list[int]:
 
 def check_fit(target: TorchTarget, config: DraftConfig) -> None:
     """Raise where the draft was made for a target of another shape."""
-    if config.hidden_size != target.hidden_size:
-        raise WidthMismatch(
-            f"the draft's hidden size is {config.hidden_size}, the target's is "
-            f"{target.hidden_size}. This draft was trained for another target."
-        )
-    layers = len(target.layers)
-    if max(config.target_layer_ids) >= layers:
-        raise WidthMismatch(
-            f"the draft reads target layers {list(config.target_layer_ids)}, but this target has "
-            f"layers 0 to {layers - 1}. This draft was trained for another target."
-        )
     rows = target.embedding.weight.shape[0]
-    if config.mask_token >= rows:
-        raise MaskIdOutOfRange(
-            f"the draft's mask token is {config.mask_token}, but the target's embedding has "
-            f"{rows} rows (0 to {rows - 1})."
-        )
-    if config.vocab_size > rows:
-        raise WidthMismatch(
-            f"the draft's vocabulary has {config.vocab_size} entries, the target's {rows}."
-        )
+    check_target(config, target.hidden_size, len(target.layers), rows)
 
 
 class TorchBackend:

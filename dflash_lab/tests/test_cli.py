@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_lab import cli
+from dflash_lab import PairSpec, cli, load, open_run
 from dflash_lab.tests.toys import cut, scripted_pair
 
 
@@ -62,6 +62,51 @@ def test_decode_prints_the_text_and_says_where_the_block_size_came_from(call, mo
     assert "block size 4 (from flag --block-size)" in err
 
 
+def test_a_run_without_a_draft_says_so(call):
+    _, _, err = call("decode", "hello", "--block-size", 1, "--max-new-tokens", 4)
+    assert (
+        "block size 1 (from flag --block-size), which is plain decoding: nothing is drafted" in err
+    )
+
+
+@pytest.mark.parametrize("flag", [None, "2"])
+@pytest.mark.parametrize("variable", [None, "4"])
+@pytest.mark.parametrize("file", [None, "[6]"])
+def test_a_sweep_takes_flag_before_variable_before_file_before_the_usual_sizes(
+    call, monkeypatch, tmp_path, flag, variable, file
+):
+    made = tmp_path / "sweep.toml"
+    made.write_text("" if file is None else f"block_sizes = {file}\n")
+    if variable is not None:
+        monkeypatch.setenv("DFLASH_BLOCK_SIZE", variable)
+    flags = [] if flag is None else ["--block-sizes", flag]
+    small = ("--max-prompts", 1, "--max-new-tokens", 3)
+    call("sweep", "--out", tmp_path / "run", "--config", made, *flags, *small)
+    sizes = [cell.block_size for cell in open_run(tmp_path / "run").cells]
+    assert sizes == ([2] if flag else [4] if variable else [6] if file else [1, 2, 4, 6, 8])
+
+
+def test_flags_go_before_a_sweep_file_and_the_rest_of_it_holds(call, monkeypatch, tmp_path):
+    loaded = []
+    scripted = load.load_spec(None)
+    monkeypatch.setattr(
+        "dflash_lab.sweeps.load_spec", lambda spec, say=None: (loaded.append(spec), scripted)[1]
+    )
+    made = tmp_path / "sweep.toml"
+    made.write_text(
+        "block_sizes = [4]\ndraft_windows = [16]\nmax_prompts = 3\nmax_new_tokens = 3\n"
+        '[pair]\ntarget = "t"\ndraft = "d"\ndtype = "bfloat16"\n'
+    )
+    call(
+        "sweep", "--out", tmp_path / "run", "--config", made, "--max-prompts", 1, "--device", "cpu"
+    )
+    (cell,) = open_run(tmp_path / "run").cells
+    assert (cell.draft_window, cell.request["prompts"]["count"]) == (16, 1)
+    assert loaded == [PairSpec(target="t", draft="d", dtype="bfloat16", device="cpu")]
+    call("sweep", "--out", tmp_path / "run", "--config", made, "--pair", "smollm2")
+    assert (loaded[1].name, loaded[1].dtype) == ("smollm2", "bfloat16")
+
+
 def test_a_block_size_above_the_trained_one_is_lowered_in_sight(call):
     _, _, err = call("decode", "hello", "--block-size", 32)
     assert "warning: block size 32 is above the 8" in err
@@ -78,7 +123,14 @@ def test_a_block_size_above_the_trained_one_is_lowered_in_sight(call):
         (("decode", "hi " * 3000), "the target's context holds 4096"),
         (("decode", "hi", "--pair", "smolm"), "there is no pair 'smolm'"),
         (("decode", "hi", "--draft", "d"), "both target= and draft="),
-        (("sweep", "--out", "o", "--block-sizes", "4,x"), "block size is 'x'"),
+        (("sweep", "--out", "o", "--block-sizes", "4,x"), "--block-size is 'x'"),
+        (("sweep", "--out", "o", "--block-sizes", ""), "--block-size is ''"),
+        (("sweep", "--out", "o", "--config", "gone.toml"), "gone.toml"),
+        (("benchmark", "mlx", "--backend", "torch"), "the backend is 'mlx' and --backend 'torch'"),
+        (("benchmark", "--backend", "jax"), "backend is 'jax'"),
+        (("benchmark", "--block-size", "4,12.5"), "--block-size is '12.5'"),
+        (("benchmark", "--dataset", "gsm8k"), "prompts are 'gsm8k'; expected 'mini' or a .jsonl"),
+        (("benchmark", "--max-samples", "0"), "max_prompts is 0"),
         (("sweep", "--out", "o", "--prompts", "gone.jsonl"), "no prompt file gone.jsonl"),
         (("status", "nowhere"), "nowhere"),
         (("report", "nowhere"), "nowhere"),
@@ -94,19 +146,17 @@ def test_what_a_user_can_mend_is_one_line(call, monkeypatch, tmp_path, arguments
     assert "Traceback" not in err
 
 
-def test_a_sweep_takes_the_variable_where_no_flag_is_given(call, monkeypatch, tmp_path):
-    monkeypatch.setenv("DFLASH_BLOCK_SIZE", "4")
-    call("sweep", "--out", tmp_path / "run", "--max-prompts", 1, "--max-new-tokens", 8)
-    _, rows, _ = call("status", tmp_path / "run")
-    assert [row.split("block_size=")[1][0] for row in rows.splitlines()] == ["4"]
-
-
-def test_an_empty_or_bad_variable_stops_the_command_with_its_name(call, monkeypatch):
-    for value in ("", "twelve", "0"):
+@pytest.mark.parametrize("command", [("decode", "hello"), ("sweep", "--out", "o"), ("benchmark",)])
+def test_an_empty_or_bad_variable_stops_a_command_with_its_name(
+    call, monkeypatch, tmp_path, command
+):
+    monkeypatch.chdir(tmp_path)
+    for value in ("", "twelve", "0", "12.5"):
         monkeypatch.setenv("DFLASH_BLOCK_SIZE", value)
-        code, _, err = call("decode", "hello")
+        code, _, err = call(*command)
         assert code == 1
-        assert "error: DFLASH_BLOCK_SIZE is" in err
+        assert f"error: DFLASH_BLOCK_SIZE is {value!r}; expected a whole number from 1" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_a_status_and_a_report_work_together(call, tmp_path):
@@ -129,5 +179,5 @@ def test_an_unknown_command_and_help_answer_without_a_framework():
     assert "nonsense" in made.stderr
     assert "Traceback" not in made.stderr
     listed = run("--help").stdout
-    for name in ("decode", "sweep", "status", "report", "pair", "demo"):
+    for name in ("decode", "sweep", "benchmark", "status", "report", "pair", "demo"):
         assert name in listed

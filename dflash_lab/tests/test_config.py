@@ -1,9 +1,12 @@
 """What enters is checked where it enters."""
 
+import json
+
 import numpy as np
 import pytest
 
 from dflash_lab import DecodeConfig, PairSpec, SweepConfig
+from dflash_lab.config import read_sweep
 
 
 @pytest.mark.parametrize("value", [0, -1, 7.5, "8", "x", True, 2.0])
@@ -38,6 +41,8 @@ def test_whole_numbers_of_other_libraries_become_plain_ones():
         ({"timing": "fast"}, "whole, stages"),
         ({"stop_tokens": (-1,)}, "stop_tokens"),
         ({"stop_tokens": 5}, r"stop_tokens is 5; expected a list"),
+        ({"seed": -1}, "seed is -1"),
+        ({"block_size_source": "moon"}, "expected one of argument, flag, variable, sweep"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(settings, words):
@@ -68,3 +73,38 @@ def test_a_sweep_that_cannot_be_run_is_refused_by_name(settings, words):
 def test_a_pair_on_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="backend is 'jax'"):
         PairSpec(target="t", draft="d", backend="jax")
+
+
+def test_a_sweep_file_says_what_a_sweep_config_says(tmp_path):
+    toml, other = tmp_path / "sweep.toml", tmp_path / "sweep.json"
+    toml.write_text(
+        'block_sizes = [1, 8]\ndraft_windows = ["full", 64]\nthinking = false\n'
+        '[pair]\ntarget = "t"\ndraft = "d"\ndtype = "bfloat16"\n'
+    )
+    read = read_sweep(toml)
+    assert (read.block_sizes, read.draft_windows, read.thinking) == ([1, 8], [None, 64], False)
+    assert read.pair == PairSpec(target="t", draft="d", dtype="bfloat16")
+    assert read.repeats == SweepConfig().repeats
+    other.write_text(json.dumps({"draft_windows": [None, 64], "pair": "smollm2"}))
+    assert read_sweep(other) == SweepConfig(draft_windows=[None, 64])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("s.toml", "block_sizes = [", "s.toml cannot be read"),
+        ("s.json", "[1]", "s.json holds a list"),
+        ("s.yaml", "", r"expected a .toml or .json file"),
+        (
+            "s.toml",
+            "blocksize = 8",
+            "unknown settings blocksize; known are backend, beyond_trained",
+        ),
+        ("s.toml", "block_sizes = [4, 0]", r"s.toml: block_size is 0; expected a whole number"),
+        ("s.json", '{"pair": {"target": "t"}}', "s.json: .*draft"),
+    ],
+)
+def test_a_faulty_sweep_file_is_one_error_that_names_it(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_sweep(tmp_path / name)

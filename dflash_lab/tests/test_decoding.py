@@ -6,7 +6,7 @@ import pytest
 
 from dflash_lab import DecodeConfig, decode, stream
 from dflash_lab.accept import RULES, Verdict
-from dflash_lab.decoding import AcceptanceWarning, BlockSizeWarning
+from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.tests.toys import (
     ORACLE,
     WRONG,
@@ -158,32 +158,6 @@ def test_an_empty_prompt_is_refused(prompt):
         decode(scripted_pair(), prompt)
     with pytest.raises(ValueError, match="prompt is empty"):
         stream(scripted_pair(), prompt)  # at the call, not at the first record
-
-
-def test_a_block_size_above_the_trained_one_is_lowered_with_both_numbers():
-    pair = scripted_pair(block_size=8)
-    with pytest.warns(BlockSizeWarning, match=r"block size 32 is above the 8 .*beyond_trained"):
-        trace = decode(pair, PROMPT, DecodeConfig(block_size=32, max_new_tokens=20))
-    assert (trace.block_size, trace.block_size_requested) == (8, 32)
-    assert not trace.request.beyond_trained
-
-
-def test_beyond_trained_insists_and_is_recorded():
-    pair = scripted_pair(block_size=8)
-    trace = quiet_decode(pair, block_size=12, beyond_trained=True, max_new_tokens=30)
-    assert trace.block_size == 12
-    assert trace.request.beyond_trained
-    assert not quiet_decode(pair, block_size=8, beyond_trained=True).request.beyond_trained
-
-
-def test_the_block_size_says_where_it_came_from():
-    pair = scripted_pair(block_size=8)
-    trace = quiet_decode(pair, max_new_tokens=4)
-    assert (trace.block_size, trace.block_size_requested) == (8, None)
-    assert trace.block_size_source == "draft config: block_size"
-    assert quiet_decode(pair, block_size=4).block_size_source == "argument"
-    trace = quiet_decode(pair, block_size=4, block_size_source="DFLASH_BLOCK_SIZE")
-    assert trace.block_size_source == "DFLASH_BLOCK_SIZE"
 
 
 def test_stream_yields_the_prefill_and_then_the_blocks_of_the_trace():

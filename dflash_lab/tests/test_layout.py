@@ -36,6 +36,7 @@ ORDER = (
     "backends",
     "embedded",
     "load",
+    "inspection",
     "decoding",
     "exactness",
     "provenance",
@@ -51,6 +52,10 @@ ORDER = (
     "train",
     "demo",
     "cli",
+    "calls",
+    "model",
+    "model_mlx",
+    "benchmark",
     "__main__",
 )
 

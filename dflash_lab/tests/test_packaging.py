@@ -34,12 +34,16 @@ class Names(NamedTuple):
 
 # Imported by the library; `USED_ONLY` says what else is needed, and by whom.
 IMPORTED = (
+    Names("accelerate", "accelerate", "accelerate"),
+    Names("datasets", "datasets", "datasets"),
     Names("huggingface_hub", "huggingface_hub", "huggingface_hub"),
     Names("ipywidgets", "ipywidgets", "ipywidgets"),
     Names("jaxtyping", "jaxtyping", "jaxtyping"),
     Names("jinja2", "jinja2", "jinja2"),
     Names("markupsafe", "markupsafe", "markupsafe"),
     Names("matplotlib", "matplotlib", "matplotlib"),
+    Names("mlx", "mlx", "mlx"),
+    Names("mlx_lm", "mlx-lm", "mlx-lm"),
     Names("numpy", "numpy", "numpy"),
     Names("pandas", "pandas", "pandas"),
     Names("platformdirs", "platformdirs", "platformdirs"),
@@ -51,13 +55,9 @@ IMPORTED = (
     Names("typer", "typer", "typer"),
 )
 USED_ONLY = {
-    Names("accelerate", "accelerate", "accelerate"): "transformers asks for it to read a GGUF file",
-    Names("datasets", "datasets", "datasets"): "prompts from the hub, in notebooks",
     Names("gguf", "gguf", "gguf"): "transformers reads the embedded target's GGUF file with it",
     Names("ipykernel", "ipykernel", "ipykernel"): "the notebooks' kernel",
     Names("jupyterlab", "jupyterlab", "jupyterlab"): "make lab",
-    Names("mlx", "mlx", "mlx"): "the second backend, on both platforms",
-    Names("mlx_lm", "mlx-lm", "mlx-lm"): "the second backend, on both platforms",
     Names("nbconvert", "nbconvert", "nbconvert"): "notebooks as pages",
     Names("papermill", "papermill", "papermill"): "notebooks from top to bottom",
     Names("seaborn", "seaborn", "seaborn"): "a reader's own figures, in notebooks",

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dflash_lab import load_prompts
@@ -33,6 +35,41 @@ def test_a_file_may_say_prompt_or_turns_and_leave_id_and_category_out(tmp_path):
     first, second = load_prompts(path)
     assert (first.id, first.turns, first.category) == ("row-1", ("hello",), "none")
     assert second.turns == ("one", "two")
+
+
+PUBLIC = [  # rows as the public sets have them, and what a user says in them
+    ({"question": "Two and two?", "answer": "#### 4"}, "row-1", ("Two and two?",)),
+    ({"problem": "Two and two?", "solution": "4", "level": 1}, "row-1", ("Two and two?",)),
+    ({"task_id": "HumanEval/0", "prompt": "def f():"}, "HumanEval/0", ("def f():",)),
+    ({"task_id": 2, "prompt": "Write f.", "code": "pass"}, "2", ("Write f.",)),
+    ({"prompt_id": 81, "prompt": ["one", "two"]}, "row-1", ("one", "two")),
+    ({"question_id": 83, "category": "writing", "turns": ["one", "two"]}, "83", ("one", "two")),
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("row", "name", "turns"), PUBLIC)
+def test_rows_of_the_public_sets_are_read_from_either_kind_of_file(
+    tmp_path, kind, row, name, turns
+):
+    path = tmp_path / f"set.{kind}"
+    if kind == "jsonl":
+        written(path, row)
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    (prompt,) = load_prompts(str(path))
+    assert (prompt.id, prompt.turns) == (name, turns)
+    assert prompt.category == row.get("category", "none")
+
+
+def test_a_parquet_file_that_is_none_or_lacks_a_text_is_named(tmp_path):
+    path = tmp_path / "p.parquet"
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"p\.parquet is no parquet file"):
+        load_prompts(str(path))
+    pq.write_table(pa.table({"prompt": ["x", None]}), path)
+    with pytest.raises(ValueError, match="row 2: expected `prompt`"):
+        load_prompts(str(path))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,20 @@ from dflash_lab.backends.torch_model import (
     ContextCache,
     DraftNetwork,
     context_mask,
+    likeliest,
     load_network,
     rotary,
     rotate,
 )
-from dflash_lab.checkpoint import CheckpointError, TensorMismatch, parse_draft_config
-from dflash_lab.tests.toys import draft_json
+from dflash_lab.checkpoint import (
+    CheckpointError,
+    Rope,
+    TensorMismatch,
+    parse_draft_config,
+    read_draft_config,
+)
+from dflash_lab.tests.drafts import PUBLISHED, SECOND, save_random, shrunken
+from dflash_lab.tests.toys import MASK, draft_json
 
 S, F = "sliding_attention", "full_attention"
 FORMS = {
@@ -27,6 +35,35 @@ FORMS = {
         "is_causal": False,
     },
     "bias": {"attention_bias": True},
+    "yarn": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "a base for each kind of layer": {
+        "layer_types": [S, F],
+        "sliding_window": 16,
+        "rope_theta": None,
+        "rope_parameters": {S: {"rope_theta": 1e3}, F: {"rope_theta": 1e5}},
+    },
+    "dflash 2": {
+        "dflash_config": {
+            "target_layer_ids": [1, 2],
+            "mask_token_id": MASK,
+            "final_logit_softcapping": 20.0,
+            "output_multiplier": 0.5,
+            "input_embedding_scale": 3.0,
+            **SECOND,
+            "conv_kernel_size": 3,
+            "selector_rank": 6,
+        },
+        "layer_types": [S, S],
+        "sliding_window": 16,
+        "is_causal": False,
+    },
 }
 
 
@@ -40,42 +77,72 @@ def network(seed=0, **changes):
 
 def slow_forward(net, embedded, features, anchor, window):
     """One block by the definition: keys of all visible rows gathered one by one, no masks."""
-    config = net.config
-    fused = net.hidden_norm(net.fc(features))
-    x, width, rep = embedded, embedded.shape[0], config.num_heads // config.num_kv_heads
+    x = embedded
     for index, layer in enumerate(net.layers):
-        attention, normed = layer.self_attn, layer.input_layernorm(x)
-        own_window, causal = config.layer_windows[index], config.layer_causal[index]
-        out = []
-        for i in range(width):
-            rows = []
-            for j in range(anchor):
-                by_user = window is None or anchor - j <= window
-                by_layer = own_window is None or (anchor + i) - j < own_window
-                if by_user and by_layer:
-                    rows.append((fused[j], j))
-            last = i if causal else width - 1
-            rows += [(normed[k], anchor + k) for k in range(last + 1)]
-            stacked = torch.stack([row for row, _ in rows])
-            places = torch.tensor([place for _, place in rows])
-            cos, sin = rotary(places, config.head_dim, config.rope_theta, x.dtype)
-            keys, values = attention.keys_values(stacked, cos, sin)
-            query = attention.q_norm(attention.q_proj(normed[i]).view(-1, config.head_dim))
-            cos, sin = rotary(
-                torch.tensor([anchor + i]), config.head_dim, config.rope_theta, x.dtype
-            )
-            query = rotate(query, cos, sin)
-            heads = []
-            for head in range(config.num_heads):
-                scores = keys[head // rep] @ query[head] * config.head_dim**-0.5
-                heads.append(scores.softmax(-1) @ values[head // rep])
-            out.append(torch.cat(heads))
-        x = x + attention.o_proj(torch.stack(out))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+
+        def attention(rows, index=index):
+            return slow_attention(net, index, rows, features, anchor, window)
+
+        x = x + slow_surround(layer.attention_conv, layer.input_layernorm(x), attention)
+        x = x + slow_surround(layer.mlp_conv, layer.post_attention_layernorm(x), layer.mlp)
     return net.norm(x)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 16, 100])
+def slow_surround(conv, rows, inner):
+    """The convolutions of dflash.md 2.5, one number at a time; the inner half between them."""
+    if conv is None:
+        return inner(rows)
+    numbers = conv.kernel_projection(rows)
+    return slow_convolve(conv, numbers, 1, inner(slow_convolve(conv, numbers, 0, rows)))
+
+
+def slow_convolve(conv, numbers, side, x):
+    (width, hidden), (_, taps, _) = x.shape, conv.base_kernel.shape
+    groups, base = hidden // conv.group, conv.base_kernel.tolist()
+    rows, dynamic = x.tolist(), numbers.tolist()
+    out = [[0.0] * hidden for _ in range(width)]
+    for t in range(width):
+        for back in range(min(taps, t + 1)):
+            for channel in range(hidden):
+                place = (side * taps + back) * groups + channel // conv.group
+                kernel = base[side][back][channel] + dynamic[t][place]
+                out[t][channel] += kernel * rows[t - back][channel]
+    return torch.tensor(out)
+
+
+def slow_attention(net, index, normed, features, anchor, window):
+    config, attention = net.config, net.layers[index].self_attn
+    fused = net.hidden_norm(net.fc(features))
+    width, rep = normed.shape[0], config.num_heads // config.num_kv_heads
+    own_window, causal = config.layer_windows[index], config.layer_causal[index]
+    rope = config.layer_ropes[index]
+    out = []
+    for i in range(width):
+        rows = []
+        for j in range(anchor):
+            by_user = window is None or anchor - j <= window
+            by_layer = own_window is None or (anchor + i) - j < own_window
+            if by_user and by_layer:
+                rows.append((fused[j], j))
+        last = i if causal else width - 1
+        rows += [(normed[k], anchor + k) for k in range(last + 1)]
+        stacked = torch.stack([row for row, _ in rows])
+        places = torch.tensor([place for _, place in rows])
+        cos, sin = rotary(places, rope, config.head_dim, normed.dtype)
+        keys, values = attention.keys_values(stacked, cos, sin)
+        query = attention.q_norm(attention.q_proj(normed[i]).view(-1, config.head_dim))
+        here = torch.tensor([anchor + i])
+        cos, sin = rotary(here, rope, config.head_dim, normed.dtype)
+        query = rotate(query, cos, sin)
+        heads = []
+        for head in range(config.num_heads):
+            scores = keys[head // rep] @ query[head] * config.head_dim**-0.5
+            heads.append(scores.softmax(-1) @ values[head // rep])
+        out.append(torch.cat(heads))
+    return attention.o_proj(torch.stack(out))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_block_sees_what_the_definition_says_and_no_more(form, window):
     net = network(**form)
@@ -118,11 +185,93 @@ def test_a_users_window_is_the_same_for_every_row_and_a_layers_own_is_not():
     assert layer.tolist() == [3, 2, 1]
 
 
-def test_rope_frequencies_are_the_hand_computed_ones():
-    cos, sin = rotary(torch.tensor([3]), 4, 10000.0, torch.float32)
-    angles = torch.tensor([3.0, 3.0 * 10000.0**-0.5, 3.0, 3.0 * 10000.0**-0.5])
-    torch.testing.assert_close(cos[0], angles.cos())
-    torch.testing.assert_close(sin[0], angles.sin())
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(theta=1e4),
+        Rope(theta=1e4, kind="linear", factor=4.0),
+        Rope(theta=1e4, kind="yarn", factor=32.0, original_length=4096, scale=1.3465736),
+    ],
+)
+def test_a_rotation_turns_by_the_inverse_frequencies_and_scales(rope):
+    cos, sin = rotary(torch.tensor([3]), rope, 8, torch.float32)
+    angles = torch.tensor([3 * f for f in rope.inverse_frequencies(8)] * 2)
+    torch.testing.assert_close(cos[0], angles.cos() * rope.scale)
+    torch.testing.assert_close(sin[0], angles.sin() * rope.scale)
+
+
+def slow_walk(selector, states, logits, anchor):
+    """dflash.md 2.5, one candidate at a time; of equals, the lowest id."""
+    previous, chosen = anchor, []
+    for state, scores in zip(states, logits.tolist(), strict=True):
+        best = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+        wanted = selector.hidden_projection(state)
+        before, after = selector.predecessor_codebook[previous], selector.successor_codebook
+        total = {
+            token: scores[token] + float((before * wanted * after[token]).sum())
+            for token in best[: selector.top_k]
+        }
+        previous = min(total, key=lambda token: (-total[token], token))
+        chosen.append(previous)
+    return chosen
+
+
+def test_the_selector_walks_as_the_definition_does():
+    net = network(**FORMS["dflash 2"])
+    changed = 0
+    for seed in range(5):
+        torch.manual_seed(seed)
+        states, logits = torch.randn(7, 64), torch.randn(7, 512).round(decimals=1)
+        anchor = torch.tensor(seed)
+        walked = net.candidate_selector.walk(states, logits, anchor).tolist()
+        assert walked == slow_walk(net.candidate_selector, states, logits, seed)
+        changed += sum(a != b for a, b in zip(walked, logits.argmax(-1).tolist(), strict=True))
+        stepped = net.candidate_selector.choose(states, logits, torch.tensor([seed, *walked[:-1]]))
+        assert stepped.tolist() == walked
+    assert changed > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_are_the_highest_logits_and_the_lowest_ids_among_equals(dtype):
+    logits = torch.tensor([0.0, -1.0, 2.0, -0.0, 2.0, -3.0, 2.0, -1.0]).to(dtype)
+    orders = {count: likeliest(logits[None], count)[0].tolist() for count in range(1, 9)}
+    assert orders[1] == [2]
+    assert orders[2] == [2, 4]
+    assert orders[4] == [0, 2, 4, 6]
+    assert orders[6] == [0, 1, 2, 3, 4, 6]
+    assert orders[7] == [0, 1, 2, 3, 4, 6, 7]
+    assert orders[8] == list(range(8))
+
+
+def test_logits_are_multiplied_and_then_capped():
+    net = network(**FORMS["dflash 2"])
+    raw = torch.tensor([[-80.0, 0.0, 4.0, 1000.0]])
+    torch.testing.assert_close(net.logits(raw), 20 * torch.tanh(raw * 0.5 / 20))
+    assert torch.equal(network().logits(raw), raw)
+
+
+def test_the_embedding_is_scaled_by_the_drafts_own_factor():
+    table = torch.nn.Embedding(8, 64)
+    tokens = torch.tensor([[1, 2]])
+    assert torch.equal(network(**FORMS["dflash 2"]).embed(table, tokens), table(tokens) * 3)
+    assert torch.equal(network().embed(table, tokens), table(tokens))
+
+
+@pytest.mark.parametrize("form", ["full", "dflash 2"])
+@pytest.mark.parametrize(
+    ("broken", "where"),
+    [(torch.inf, (4, 7)), (torch.nan, (4, 7)), (-torch.inf, (4,))],
+    ids=["one is infinite", "one is no number", "all of a slot are minus infinity"],
+)
+def test_logits_that_are_not_finite_are_noticed_before_a_softcap_hides_them(form, broken, where):
+    net, logits = network(**FORMS[form]), torch.randn(7, 512)
+    states, anchor = torch.randn(7, 64), torch.tensor(3)
+    _, finite = net.propose(states, lambda rows: logits, anchor)
+    assert finite
+    logits[where] = broken
+    drafted, finite = net.propose(states, lambda rows: logits, anchor)
+    assert not finite
+    assert ((drafted >= 0) & (drafted < 512)).all()
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
@@ -149,8 +298,9 @@ def test_a_windowed_cache_stays_bounded_over_4000_tokens():
     assert max(sizes) <= 2 * 2 * (64 + 4) * 2 * 16 * 4
 
 
-def test_the_batched_anchor_pass_counts_leading_matches_and_stops_at_the_texts_end():
-    net = network()
+@pytest.mark.parametrize("form", ["full", "dflash 2"])
+def test_the_batched_anchor_pass_counts_leading_matches_and_stops_at_the_texts_end(form):
+    net = network(**FORMS[form])
     embedding, head = torch.nn.Embedding(512, 64), torch.nn.Linear(64, 512, bias=False)
     torch.nn.init.normal_(head.weight, std=0.5)
     tokens, features = torch.randint(0, 511, (30,)), torch.randn(30, 128)
@@ -160,8 +310,9 @@ def test_the_batched_anchor_pass_counts_leading_matches_and_stops_at_the_texts_e
     for anchor in range(10, 29):
         block = torch.full((1, 8), net.config.mask_token)
         block[0, 0] = tokens[anchor]
-        states = net(embedding(block)[None], torch.tensor([[anchor]]), context, positions)
-        drafted[anchor] = head(states[0, 0, 1:]).argmax(-1)
+        embedded = net.embed(embedding, block)[None]
+        states = net(embedded, torch.tensor([[anchor]]), context, positions)
+        drafted[anchor], _ = net.propose(states[0, 0, 1:], head, tokens[anchor])
     # Make some anchors agree with the text for a while: the text then follows the draft.
     counts = []
     for anchor in range(10, 29):
@@ -208,3 +359,18 @@ def test_a_draft_folder_is_read_strictly(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_network(tmp_path, config, *place)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_form_loads_and_drafts(name, tmp_path):
+    save_random(tmp_path, shrunken(PUBLISHED[name]), prefix="model.", shards=2)
+    config = read_draft_config(tmp_path)
+    net = load_network(tmp_path, config, torch.float32, torch.device("cpu"))
+    assert sum(value.numel() for value in net.parameters()) == config.parameters
+    features = torch.randn(1, 5, 32 * len(config.target_layer_ids))
+    context = net.context(features, torch.arange(5))
+    states = net(torch.randn(1, 1, 8, 32), torch.tensor([[5]]), context, torch.arange(5))
+    head = torch.nn.Linear(32, 64, bias=False)
+    drafted, finite = net.propose(states[0, 0, 1:], head, torch.tensor(1))
+    assert finite
+    assert drafted.shape == (7,)

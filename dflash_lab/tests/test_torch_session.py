@@ -5,13 +5,18 @@ import warnings
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from dflash_lab import DecodeConfig, decode, stream
 from dflash_lab.backends import torch_session, torch_target
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.backends.torch_session import TorchBlock, TorchSession, pick_device, pick_dtype
-from dflash_lab.backends.torch_target import TargetNotReversible, captured, take_back
+from dflash_lab.backends.torch_target import (
+    LayerCache,
+    TargetNotFinite,
+    TargetNotReversible,
+    captured,
+    take_back,
+)
 from dflash_lab.checkpoint import MaskIdOutOfRange, WidthMismatch
 from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.tests.toys import ORACLE, WRONG, cut, draft_json, noise, toy_models
@@ -104,64 +109,10 @@ def test_keeping_one_rejected_row_does_not_pass_unseen(monkeypatch, toy, pair):
 
 
 def test_a_trim_that_does_nothing_is_an_error_and_never_goes_on(monkeypatch, toy, pair):
-    monkeypatch.setattr(DynamicCache, "crop", lambda self, tokens: None)
+    monkeypatch.setattr(LayerCache, "take_back", lambda self, tokens: None)
     scripted(monkeypatch, pair, cut(2), (*toy.prompts[0], *toy.greedy[0]))
     with pytest.raises(TargetNotReversible, match="positions after"):
         decode(pair, toy.prompts[0], DecodeConfig(block_size=8))
-
-
-def test_take_back_leaves_the_first_rows_as_they_were():
-    cache = DynamicCache()
-    rows = torch.arange(10.0).view(1, 1, 10, 1)
-    cache.update(rows, rows, 0)
-    take_back(cache, 0)
-    take_back(cache, 3)
-    assert cache.get_seq_length() == 7
-    assert cache.layers[0].keys.flatten().tolist() == list(range(7))
-    with pytest.raises(ValueError, match="8 tokens back from a cache that holds 7"):
-        take_back(cache, 8)
-
-
-def test_a_target_with_sliding_layers_is_refused_by_name():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        use_sliding_window=True,
-        sliding_window=16,
-        max_window_layers=0,
-    )
-    with pytest.raises(TargetNotReversible, match="DynamicSlidingWindowLayer"):
-        torch_target.TorchTarget(Qwen3ForCausalLM(config))
-
-
-def test_a_hybrid_target_is_refused_by_the_name_of_its_layers():
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        mlp_only_layers=[0, 1, 2, 3],
-        num_experts=2,
-        num_experts_per_tok=1,
-    )
-    with pytest.raises(TargetNotReversible, match=r"Linear"):
-        torch_target.TorchTarget(Qwen3NextForCausalLM(config))
 
 
 def test_proposals_are_slots_1_and_on_and_slot_0_is_never_one(monkeypatch, toy, pair):
@@ -278,6 +229,22 @@ def test_prefill_in_chunks_feeds_the_draft_everything(toy, pair, window):
     assert drafts[0] == drafts[1] == drafts[2]
 
 
+def test_features_of_a_long_prompt_are_never_twice_in_memory(monkeypatch, pair):
+    network, rows = pair.models.draft, []
+    session = TorchSession(pair.models.target, network, None, prefill_chunk=16)
+    anchor = session.prefill([i % 250 for i in range(100)])
+    real = network.context
+
+    def context(features, positions):
+        waiting = sum(part.shape[1] for part in session.pending)
+        rows.append((features.shape[1], positions.tolist()[0], waiting))
+        return real(features, positions)
+
+    monkeypatch.setattr(network, "context", context)
+    session.draft(anchor, 8)
+    assert rows == [(16, first, 84 - first) for first in range(0, 96, 16)] + [(4, 96, 0)]
+
+
 def draft_states(session, anchor, monkeypatch):
     """Draft logits of the next block of a session."""
     kept = []
@@ -375,6 +342,40 @@ def test_a_draft_whose_numbers_overflow_is_told_while_the_text_stays_right(toy):
         trace = decode(pair, toy.prompts[0], DecodeConfig(max_new_tokens=40))
     assert trace.tokens == toy.greedy[0][:40]
     assert not trace.blocks[0].verdict.finite
+
+
+def spoiled(monkeypatch, target, first_row):
+    """Make the target's logits NaN in all rows of a block from that one on."""
+    real = target.logits
+
+    def logits(ids, cache, taps, last_only=False):
+        made, features = real(ids, cache, taps, last_only)
+        if not last_only:
+            made[:, first_row:, 3] = torch.nan
+        return made, features
+
+    monkeypatch.setattr(target, "logits", logits)
+
+
+def test_target_logits_that_are_not_finite_end_the_run_and_name_the_dtype(monkeypatch, toy, pair):
+    text = (*toy.prompts[0], *toy.greedy[0])
+    spoiled(monkeypatch, pair.models.target, 2)
+    scripted(monkeypatch, pair, ORACLE, text)
+    with pytest.raises(TargetNotFinite, match=r"not finite numbers in float32. Its weights"):
+        decode(pair, toy.prompts[0], DecodeConfig(block_size=8))
+    # what overflows only behind a rejected token is no part of the text
+    for script in (WRONG, cut(1)):
+        scripted(monkeypatch, pair, script, text)
+        config = DecodeConfig(block_size=8, max_new_tokens=20)
+        assert decode(pair, toy.prompts[0], config).tokens == toy.greedy[0][:20]
+
+
+def test_a_prefill_whose_logits_are_not_finite_gives_no_token(toy):
+    pair = toy.load()
+    with torch.no_grad():
+        pair.models.target.model.lm_head.weight[5] = torch.inf
+    with pytest.raises(TargetNotFinite, match="float32"):
+        decode(pair, toy.prompts[0], DecodeConfig(block_size=1))
 
 
 def test_a_prompt_of_8000_tokens_makes_no_logits_of_its_length(monkeypatch, toy, pair):

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from dflash_lab.tests.toys import END, TEMPLATE, byte_tokenizer
+from dflash_lab.tests.toys import END, TEMPLATE, byte_tokenizer, toy_models
 from dflash_lab.train.generate import Sampling, Text, Writer
 from dflash_lab.train.prompts import (
     Opening,
@@ -54,6 +54,17 @@ def test_every_text_is_the_targets_own_greedy_text_however_many_share_a_pass(
         assert found[4 + index].tokens == list(greedy[8:48])
         assert found[index].stop == "length"
     assert writer.active == []
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3"])
+def test_texts_of_a_target_with_sliding_layers_are_its_greedy_texts(kind, tmp_path):
+    toy = toy_models(tmp_path, kind=kind, prompts=3)
+    texts = [Text(index=i, prompt_ids=ids[: 40 - 9 * i]) for i, ids in enumerate(toy.prompts)]
+    texts += [Text(index=3 + i, prompt_ids=ids) for i, ids in enumerate(toy.prompts)]
+    target = toy.load().models.target
+    found = written(Writer(target, 40, frozenset(), slots=4, keep_loops=True), texts)
+    for i, greedy in enumerate(toy.greedy):
+        assert found[3 + i].tokens == list(greedy[:40])
 
 
 def test_a_stop_token_and_a_loop_end_a_text(target, llama_toy):

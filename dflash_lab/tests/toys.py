@@ -24,11 +24,12 @@ from typing import Any
 
 from dflash_lab.accept import Verdict
 from dflash_lab.backends import Generated
-from dflash_lab.checkpoint import DraftConfig
+from dflash_lab.checkpoint import DraftConfig, Rope
 from dflash_lab.config import PairSpec
 from dflash_lab.load import Pair, load_pair
 
 VOCABULARY, MASK, CONTEXT = 512, 511, 1024
+WINDOW = 16  # of the sliding layers of toy targets that have some
 START, END, PAD = 256, 257, 258  # special tokens after the 256 bytes
 DISTINCT, CHECKED, GAP = 30, 64, 2e-4  # what a prompt's greedy text must show to test anything
 
@@ -82,8 +83,36 @@ def toy_models(
     return Toy(target=target, draft=draft, prompts=chosen, greedy=texts)
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": CONTEXT // 32,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 1}  # sharp: its queries are small
+FAMILIES = {  # the prefix of the transformers classes, and settings that no other family has
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_sliding": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4} | MOE),
+    "gemma2": ("Gemma2", GEMMA),
+    "gemma3": ("Gemma3", GEMMA | {"sliding_window_pattern": 3}),
+    "gpt_oss": (
+        "GptOss",
+        {"sliding_window": WINDOW, "num_local_experts": 4, "rope_parameters": YARN} | MOE,
+    ),
+}
+
+
 def toy_target(kind: str, tied: bool) -> Any:
-    """A random transformers model of the `qwen3` or `llama` kind; its weights are worth 0.2 MB."""
+    """A random transformers model of a family of `FAMILIES`; its weights are worth 0.2 MB or so."""
+    import torch
     import transformers
 
     settings = {
@@ -101,9 +130,16 @@ def toy_target(kind: str, tied: bool) -> Any:
         "eos_token_id": END,
         "pad_token_id": PAD,
     }
-    name = {"qwen3": "Qwen3", "llama": "Llama"}[kind]
-    config = getattr(transformers, f"{name}Config")(**settings)
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    name, own = FAMILIES[kind]
+    made = getattr(transformers, f"{name}ForCausalLM")
+    model = made(made.config_class(**settings | own)).eval()
+    with torch.no_grad():
+        for weight in (w for n, w in model.named_parameters() if n.endswith("bias")):
+            weight.normal_(std=0.2)  # fresh models have none that is not zero
+        if name.startswith("Gemma"):
+            # its embedding is multiplied by sqrt(64): each token would be followed by itself
+            model.get_input_embeddings().weight /= 8
+    return model
 
 
 def draft_json(**changes: Any) -> dict[str, Any]:
@@ -422,13 +458,13 @@ def scripted_config(block_size: int, trained_block_size: int) -> DraftConfig:
         head_dim=8,
         vocab_size=VOCABULARY,
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
         target_layer_ids=(0,),
         mask_token=MASK,
         block_size=block_size,
         trained_block_size=trained_block_size,
         layer_windows=(None,),
         layer_causal=(False,),
+        layer_ropes=(Rope(theta=10000.0),),
         sources={"block_size": "block_size", "rope_theta": "rope_theta", "layer_types": "default"},
     )
 

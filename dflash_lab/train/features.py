@@ -112,7 +112,7 @@ def _fill(
         bits = features[place, :length].to(torch.bfloat16).cpu().view(torch.int16)
         cache.features[start : start + length] = bits.numpy().view(np.uint16)
         first = len(row.prompt_ids) - 1  # the row that gives the answer's first token
-        logits = target.head(states[place, first:length]).float()
+        logits = target.next_logits(states[place, first:length]).float()
         best = logits.softmax(-1).topk(LIKELIEST)
         cache.likeliest[start + first : start + length] = best.indices.cpu().numpy()
         cache.probabilities[start + first : start + length] = best.values.cpu().numpy()

@@ -282,10 +282,10 @@ class BlockLoss(nn.Module):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.config.bfloat16):
             features = batch["features"] if self.config.bfloat16 else batch["features"].float()
             context = self.network.context(features, positions)
-            embedded = self.target.embedding(tokens).to(features.dtype)
+            embedded = self.network.embed(self.target.embedding, tokens).to(features.dtype)
             states = self.network(embedded, batch["anchors"], context, positions)[:, :, 1:]
             head = self.target.head.weight[batch["vocabulary"]].to(states.dtype)
-            logits = nn.functional.linear(states, head)
+            logits = self.network.logits(nn.functional.linear(states, head))
         return block_loss(
             logits.float().flatten(0, 1),
             batch["labels"].flatten(0, 1),

@@ -50,7 +50,7 @@ class Writer:
     """Writes texts with the target, `slots` at a time.
 
     What a text becomes depends on its index, prompt and seed, and not on its neighbours, but for
-    rounding. Targets whose layers all have full attention.
+    rounding.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _Memory:
     def __init__(self, target: TorchTarget, slots: int):
         self.target, self.slots = target, slots
         self.lengths = torch.zeros(0, dtype=torch.long, device=target.device)
-        self.layers = [_SlotLayer(self) for _ in target.layers]
+        self.layers = [_SlotLayer(self, window) for window in target.windows]
         self.cache = Cache(layers=self.layers)
 
     def prefill(self, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -178,24 +178,22 @@ class _Memory:
         for layer, new in zip(self.layers, fresh.layers, strict=True):
             layer.append(new.keys, new.values)
         self.lengths = torch.cat((self.lengths, lengths))
-        return self.target.head(states[torch.arange(len(texts)), lengths - 1])
+        return self.target.next_logits(states[torch.arange(len(texts)), lengths - 1])
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Logits [texts, vocab] after one more token in every row."""
-        device = self.target.device
-        ids = torch.tensor(tokens, device=device)[:, None]
+        ids = torch.tensor(tokens, device=self.target.device)[:, None]
         room = int(self.lengths.max()) + 1
         for layer in self.layers:
             layer.grow(room)
-        seen = torch.arange(room, device=device) <= self.lengths[:, None]
         states = self._states(
             ids,
             self.cache,
-            attention_mask=seen[:, None, None],
+            attention_mask=self._masks(room),
             position_ids=self.lengths[:, None],
         )
         self.lengths = self.lengths + 1
-        return self.target.head(states[:, -1])
+        return self.target.next_logits(states[:, -1])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all rows but these, in this order."""
@@ -204,7 +202,23 @@ class _Memory:
         for layer in self.layers:
             layer.keep(order)
 
-    def _states(self, ids: Tensor, cache: Cache, **masked: Tensor) -> Tensor:
+    def _masks(self, room: int) -> Tensor | dict[str, Tensor]:
+        """What each row may see, to be added to scores; by kind of layer if there are two."""
+        places, ends = torch.arange(room, device=self.target.device), self.lengths[:, None]
+        seen = {"full_attention": places <= ends}
+        if windows := {window for window in self.target.windows if window is not None}:
+            seen["sliding_attention"] = seen["full_attention"] & (places > ends - min(windows))
+        masks = {
+            kind: torch.zeros(rows.shape, dtype=self.target.dtype, device=rows.device).masked_fill(
+                ~rows, torch.finfo(self.target.dtype).min
+            )[:, None, None]
+            for kind, rows in seen.items()
+        }
+        if None not in self.target.windows:
+            return masks["sliding_attention"]
+        return masks if windows else masks["full_attention"]
+
+    def _states(self, ids: Tensor, cache: Cache, **masked: Any) -> Tensor:
         named = self.target.cached(cache)
         return self.target.model.base_model(
             input_ids=ids, use_cache=True, **named, **masked
@@ -214,9 +228,10 @@ class _Memory:
 class _SlotLayer(CacheLayerMixin):
     """One layer: rows of different lengths in one block of memory, grown as needed."""
 
-    def __init__(self, memory: _Memory):
+    def __init__(self, memory: _Memory, window: int | None):
         super().__init__()
         self.memory = memory
+        self.is_sliding = window is not None  # the window itself is in the mask
         self.rows = 0
 
     def append(self, keys: Tensor, values: Tensor) -> None:
