@@ -4,6 +4,7 @@
 #   make test        lint and the fast tests           make test-slow  embedded pair, notebooks, browser
 #   make lab         JupyterLab on notebooks/          make report     report of RUN again
 #   make format      puts right what lint finds        make clean      throws caches away
+#   make tiny-pair   trains data/tiny_pair again (minutes; the repository has it)
 #
 # PYTHON makes the environment (when VENV is new), VENV is where it lives, TORCH is installed before
 # the package: a looser range than this one may fetch a CUDA build of many gigabytes. TORCH may hold
@@ -37,7 +38,7 @@ KEEP_TORCH =
 $(READY): again
 endif
 
-.PHONY: again setup pair demo test test-slow lint format lab report clean
+.PHONY: again setup pair demo test test-slow lint format lab report tiny-pair clean
 
 setup: $(READY)
 
@@ -70,7 +71,7 @@ format: $(READY)
 	$(BIN)/python -m nbstripout --keep-id notebooks/*.ipynb
 
 test: lint pair
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
 
 test-slow: pair
 	$(BIN)/python -m pytest -m slow
@@ -80,6 +81,9 @@ lab: pair
 
 report: $(READY)
 	$(BIN)/dflash-lab report $(RUN)
+
+tiny-pair: $(READY)
+	$(BIN)/python -m dflash_lab.train.tiny --out data/tiny_pair
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache

@@ -24,7 +24,6 @@ app = typer.Typer(
 
 WIDE = 140  # columns of a table that goes to a file or a pipe
 VARIABLE = "DFLASH_BLOCK_SIZE"  # read here, at the start of a command, and nowhere in the library
-COMFORTABLE, LOW = 0.6, 0.3  # draft rates that users go by
 
 BlockSize = Annotated[
     str | None,
@@ -60,6 +59,14 @@ DraftBits = Annotated[
 BlockSizes = Annotated[
     str | None,
     typer.Option("--block-sizes", "--block-size", help="Sizes, separated by commas."),
+]
+Windows = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-windows",
+        "--draft-sliding-window-size",
+        help="Windows, separated by commas; 'full' is no window.",
+    ),
 ]
 Dataset = Annotated[
     str | None, typer.Option("--prompts", "--dataset", help="mini, or a .jsonl or .parquet file.")
@@ -149,14 +156,7 @@ def sweep(
     device: Device = None,
     draft_bits: DraftBits = None,
     block_sizes: BlockSizes = None,
-    draft_windows: Annotated[
-        str | None,
-        typer.Option(
-            "--draft-windows",
-            "--draft-sliding-window-size",
-            help="Windows, separated by commas; 'full' is no window.",
-        ),
-    ] = None,
+    draft_windows: Windows = None,
     prompts: Dataset = None,
     max_prompts: MaxPrompts = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest output, in tokens.")] = None,
@@ -164,6 +164,9 @@ def sweep(
     repeats: Annotated[int | None, typer.Option(help="Decodes of every prompt in a cell.")] = None,
     library_baseline: Annotated[
         bool | None, typer.Option(help="Time the library's own generator too.")
+    ] = None,
+    first_again: Annotated[
+        bool | None, typer.Option(help="The first cell once more at the end, to see drift.")
     ] = None,
     beyond_trained: Beyond = False,
 ) -> None:
@@ -173,7 +176,7 @@ def sweep(
 
     base = configs.SweepConfig() if config is None else configs.read_sweep(config)
     shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
-    windows = draft_windows and tuple(window_of(part) for part in draft_windows.split(","))
+    windows = draft_windows and windows_of(draft_windows)
     flags = given(
         draft_windows=windows,
         prompts=prompts,
@@ -182,6 +185,7 @@ def sweep(
         timing=timing,
         repeats=repeats,
         library_baseline=library_baseline,
+        first_again=first_again,
         beyond_trained=beyond_trained or None,
     )
     in_pair = {"backend": "torch", "dtype": "auto", "device": "auto"}  # they stand in the PairSpec
@@ -313,6 +317,144 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
 
     for row in sweeps.status(run):
         typer.echo("  ".join(f"{key}={value}" for key, value in row.items()))
+
+
+@app.command()
+def costs(
+    out: Annotated[Path, typer.Option("--out", help="File of the table: .json or .parquet.")],
+    pair: PairName = None,
+    target: Target = None,
+    draft: Draft = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    draft_bits: DraftBits = None,
+    block_sizes: BlockSizes = None,
+    draft_windows: Windows = None,
+    contexts: Annotated[
+        str, typer.Option(help="Committed positions, separated by commas.")
+    ] = "64,256,1024",
+    repeats: Annotated[int, typer.Option(help="Blocks of every shape.")] = 10,
+    shape: Annotated[
+        Path | None,
+        typer.Option(help="A target's config.json: random weights of that shape, torch only."),
+    ] = None,
+    draft_shape: Annotated[
+        Path | None, typer.Option(help="With --shape: the draft's config.json.")
+    ] = None,
+) -> None:
+    """Measure what blocks cost on this machine: by block size, window and context."""
+    from dflash_lab import costs as tables
+    from dflash_lab import load
+    from dflash_lab.sweeps import SweepProgress
+
+    shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
+    sizes = asked_block_sizes(block_sizes).get("block_sizes")
+    windows = (None,) if draft_windows is None else windows_of(draft_windows)
+    depths = whole_numbers("contexts", contexts)
+    tables.check_file(out)
+    with progress_bar() as show:
+
+        def told(done: int, of: int) -> None:
+            label = f"context {depths[done - 1]} measured"
+            show(SweepProgress(done=done, total=of, seconds_left=None, label=label))
+
+        settings = {"repeats": repeats, "progress": told}
+        if shape is not None or draft_shape is not None:
+            asked = given(pair=pair, target=target, draft=draft, **shared)
+            table = shape_costs(shape, draft_shape, asked, sizes, windows, depths, settings)
+        else:
+            loaded = load.load_spec(which_pair(pair, target, draft, shared), say)
+            sizes = sizes or tables.usual_sizes(loaded.draft_config.trained_block_size)
+            table = tables.measure_costs(loaded, sizes, windows, depths, **settings)
+    tables.write_costs(table, out)
+    print_costs(table)
+    typer.echo(f"costs: {out}")
+
+
+def shape_costs(
+    shape: Path | None,
+    draft_shape: Path | None,
+    asked: dict[str, Any],
+    sizes: Sequence[int] | None,
+    windows: Sequence[int | None],
+    depths: Sequence[int],
+    settings: dict[str, Any],
+) -> Any:
+    """The cost table of random weights; a setting that only a loaded pair has is refused."""
+    from dflash_lab import costs as tables
+    from dflash_lab.checkpoint import parse_draft_config, read_json
+
+    if shape is None or draft_shape is None:
+        raise ValueError("--shape and --draft-shape go together: the target's and the draft's.")
+    kept = {key: asked.pop(key) for key in ("dtype", "device") if key in asked}
+    if asked.pop("backend", "torch") != "torch" or asked:
+        raise ValueError(
+            f"--shape makes random weights in torch; leave out {', '.join(asked) or '--backend'}."
+        )
+    config = parse_draft_config(read_json(draft_shape))
+    sizes = sizes or tables.usual_sizes(config.trained_block_size)
+    return tables.measure_shape(shape, config, sizes, windows, depths, **kept, **settings)
+
+
+@app.command()
+def recommend(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    objective: Annotated[
+        str, typer.Option(help="throughput, latency (with prefill) or memory (draft cache).")
+    ] = "throughput",
+    hardware: Annotated[
+        str | None, typer.Option(help="The class of machine, where the run has several.")
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="Predict with this cost table's seconds.")
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option("--map", help="With --costs: acceptance of a map stored beside the run."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    lock: Annotated[
+        bool, typer.Option("--lock", help="Write the size into the draft's config.json.")
+    ] = False,
+    unlock: Annotated[
+        bool, typer.Option("--unlock", help="Undo a lock: restore the config.json.")
+    ] = False,
+    draft: Draft = None,
+    copy_to: Annotated[
+        Path | None, typer.Option(help="With --lock: a copy of the draft is written here.")
+    ] = None,
+) -> None:
+    """Say which block size and window to run, how sure that is, and what would be as good."""
+    from dflash_lab import locking, recommendation, store
+    from dflash_lab.costs import read_costs
+    from dflash_lab.replay import load_map
+
+    opened = store.open_run(run)
+    opened = opened if hardware is None else opened.select(hardware=hardware)
+    if unlock:
+        folder = recommendation.draft_folder(opened, draft)
+        typer.echo(f"restored: {locking.unlock_block_size(folder)}")
+        return
+    if acceptance is not None and costs is None:
+        raise ValueError("--map gives acceptance and no seconds; give --costs too.")
+    made = recommendation.recommend(
+        opened,
+        objective,
+        costs=None if costs is None else read_costs(costs),
+        acceptance=None if acceptance is None else load_map(opened, acceptance),
+    )
+    typer.echo(store.to_json(made, indent=2) if as_json else made.text)
+    tell = say if as_json else typer.echo
+    for name, way in locking.ways_to_set(made.block_size, made.draft_window).items():
+        tell(f"{name}: {way}")
+    if lock:
+        folder = recommendation.draft_folder(opened, draft)
+        locked = locking.lock_block_size(folder, made.block_size, copy_to)
+        tell(
+            f"locked: {' and '.join(locked.keys)} = {locked.block_size} (was {locked.before}, "
+            f"trained {locked.trained_block_size}) in {locked.folder / 'config.json'}"
+        )
 
 
 @app.command()
@@ -482,6 +624,11 @@ def window_of(text: str | None) -> int | None:
     return value
 
 
+def windows_of(text: str) -> tuple[int | None, ...]:
+    """Draft windows separated by commas."""
+    return tuple(window_of(part) for part in text.split(","))
+
+
 def which_pair(
     name: str | None,
     target: str | None,
@@ -576,6 +723,31 @@ def print_cells(run: Any) -> None:
         )
 
 
+def print_costs(table: Any) -> None:
+    """A cost table, one line a shape, and the tau at which each breaks even."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dflash_lab.analyse import records
+
+    heads = ("context", "block size", "window", "ms a block", "quartiles", "draft", "verify")
+    shown = Table(*heads, "other", "breaks even at tau")
+    for row in records(table.frame()):
+        low, high = 1000 * row["total_s_low"], 1000 * row["total_s_high"]
+        stages = (figure(1000 * row[name]) for name in ("draft_s", "verify_s", "other_s"))
+        shown.add_row(
+            str(row["context"]),
+            str(row["block_size"]),
+            "none" if row["block_size"] == 1 else window_name(row["draft_window"]),
+            figure(1000 * row["total_s"]),
+            f"{figure(low)} to {figure(high)}",
+            *stages,
+            figure(row["round_cost"]),
+        )
+    console = Console()
+    Console(width=None if console.is_terminal else WIDE).print(shown)
+
+
 def lowered(cells: Sequence[Any]) -> dict[int, list[int]]:
     """Block sizes used in the place of others, and those others."""
     found: dict[int, set[int]] = {}
@@ -622,6 +794,7 @@ def print_lengths(run: Any) -> None:
 def print_judgement(run: Any) -> None:
     """What the rule of thumb says of the draft rates, and what the measurement says."""
     from dflash_lab.analyse import cell_frame, choose, comparable, records
+    from dflash_lab.recommendation import COMFORTABLE, LOW
 
     part = comparable(run)
     rows = [row for row in records(cell_frame(part)) if row["draft_rate"] is not None]

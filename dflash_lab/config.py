@@ -62,6 +62,23 @@ def check_window(value: Any) -> int | None:
     return whole("draft_window", value, 1, "None lets the draft see everything committed.")
 
 
+def check_policy(policy: Any) -> None:
+    """Raise ValueError unless a policy has a name, a version and a hook (see policies.py)."""
+    if policy is None:
+        return
+    for name in ("name", "version"):
+        if not (isinstance(getattr(policy, name, None), str) and getattr(policy, name)):
+            raise ValueError(
+                f"the policy {policy!r} has no {name}; give it one as text, so that results say "
+                "which policy they are of."
+            )
+    if not any(callable(getattr(policy, hook, None)) for hook in ("width", "rows")):
+        raise ValueError(
+            f"the policy {policy.name!r} has neither width(history) nor rows(confidences); one of "
+            "them decides something."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSpec:
     """Which target, which draft, and what runs them."""
@@ -109,8 +126,10 @@ class DecodeConfig:
     proposal: str = "argmax"
     timing: str = "whole"  # "stages" synchronises the device between stages
     beyond_trained: bool = False  # insist on a block size above the trained one
+    policy: Any = None  # chooses sizes up to block_size, and rows to verify: see policies.py
 
     def __post_init__(self) -> None:
+        check_policy(self.policy)
         one_of("block_size_source", self.block_size_source, tuple(BLOCK_SIZE_SOURCES))
         if self.block_size is not None:
             object.__setattr__(self, "block_size", check_block_size(self.block_size))
@@ -153,6 +172,7 @@ class SweepConfig:
     timing: str = "whole"
     repeats: int = 1
     warm_up: bool = True
+    first_again: bool = False  # the first cell's prompts once more at the end: did times drift?
     beyond_trained: bool = False
 
     def __post_init__(self) -> None:

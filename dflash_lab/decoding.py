@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dflash_lab.accept import RULES, kept
@@ -15,6 +16,7 @@ from dflash_lab.backends import Session
 from dflash_lab.checkpoint import CheckpointError, DraftConfig
 from dflash_lab.config import BLOCK_SIZE_SOURCES, DecodeConfig, check_block_size
 from dflash_lab.load import Pair, PromptLike
+from dflash_lab.policies import Steering, has_hook
 from dflash_lab.trace import BlockRecord, DecodeRequest, PrefillRecord, StageSeconds, Trace
 
 Record = PrefillRecord | BlockRecord
@@ -68,13 +70,16 @@ def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) 
     anchor = session.prefill(prompt)
     yield PrefillRecord(prompt_length=len(prompt), token=anchor, seconds=watch.total())
 
+    steering = Steering(request.policy, request.block_size)
     index, start = 0, len(prompt)
     budget = min(request.max_new_tokens, request.context_limit - start) - 1
     while budget > 0 and anchor not in request.stop_tokens:
         watch.restart()
-        block = session.draft(anchor, min(request.block_size, request.context_limit - start))
+        size = min(steering.width(), request.context_limit - start)
+        block = session.draft(anchor, size)
+        rows = steering.rows(size, partial(_confidences, session, block))
         watch.lap("draft")
-        verdict = session.verify(block)
+        verdict = session.verify(block, rows)
         watch.lap("verify")
         accepted = rule(verdict)
         session.commit(accepted)
@@ -85,6 +90,7 @@ def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) 
             index=index,
             start=start,
             anchor=anchor,
+            block_size=size,
             verdict=verdict,
             accepted=accepted,
             emitted=emitted,
@@ -92,8 +98,13 @@ def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) 
             draft_cache_bytes=session.draft_cache_bytes,
             seconds=watch.read(),
         )
+        steering.note(size, len(verdict.posterior), accepted)
         index, start, budget = index + 1, start + emitted, budget - emitted
         anchor = tokens[emitted - 1]
+
+
+def _confidences(session: Session, block: Any) -> Sequence[float]:
+    return session.confidences(block)
 
 
 def choose_block_size(
@@ -164,6 +175,7 @@ def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
         temperature=config.temperature,
         seed=config.seed,
         timing=config.timing,
+        policy=config.policy,
     )
 
 
@@ -201,6 +213,12 @@ def stream(
 def run_session(pair: Pair, ids: Sequence[int], request: DecodeRequest) -> Iterator[Record]:
     """The records of one prompt in a session of its own, closed at the end."""
     session = pair.models.session(request.draft_window, speculate=request.block_size > 1)
+    if has_hook(request.policy, "rows") and not hasattr(session, "confidences"):
+        raise ValueError(
+            f"the policy {request.policy.name!r} looks at the draft's confidences, which the "
+            f"backend {pair.spec.backend!r} does not tell. Use backend='torch', or a policy with "
+            "width() alone."
+        )
     with closing(session):
         yield from run_blocks(session, ids, request)
 

@@ -18,7 +18,12 @@ from dflash_lab.config import PairSpec
 from dflash_lab.embedded import MANIFEST, embedded_target
 from dflash_lab.prompts import DATA
 
-EMBEDDED = {"smollm2": DATA / "drafts" / "smollm2-135m-dflash-b16"}
+# The drafts of the pairs that come with the project, and those of their targets that do.
+EMBEDDED = {
+    "smollm2": DATA / "drafts" / "smollm2-135m-dflash-b16",
+    "tiny": DATA / "tiny_pair" / "draft",
+}
+TARGETS = {"tiny": DATA / "tiny_pair" / "target"}
 FINGERPRINTED = ("*.json", "*.safetensors", "*.bin", "*.jinja")
 
 Message = Mapping[str, str]
@@ -167,7 +172,7 @@ def load_pair(
     draft_bits: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Pair:
-    """Load a pair by name (`smollm2`), or by the folders or hub ids of its two models.
+    """Load a pair by name (`smollm2`, `tiny`), or by the folders or hub ids of its two models.
 
     Settings are checked before anything is read. Raises ValueError for an unknown name or models
     that do not fit together, `CheckpointError` kinds for a faulty draft, `ModelUnavailable` where a
@@ -204,7 +209,7 @@ def pair_spec(
         raise ValueError(f"give a pair's name ({name!r}) or target= and draft=, not both.")
     if name is not None and name not in EMBEDDED:
         raise ValueError(
-            f"there is no pair {name!r}; known is {', '.join(map(repr, EMBEDDED))}. "
+            f"there is no pair {name!r}; known are {', '.join(map(repr, EMBEDDED))}. "
             "Any other pair is named by target= and draft=, folders or hub ids."
         )
     if name is not None and (target_revision is not None or draft_revision is not None):
@@ -266,10 +271,7 @@ def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> 
     config = read_draft_config(draft_folder)
     for note in config.notes:
         warnings.warn(note, DraftConfigWarning, stacklevel=3)
-    if spec.name is not None:
-        target_folder = embedded_target(progress=progress)
-    else:
-        target_folder = resolve(spec.target, spec.target_revision, "target", TARGET_FILES)
+    target_folder = find_target(spec.target, spec.target_revision, progress)
     if not (target_folder / "config.json").is_file():
         raise ModelUnavailable(f"there is no config.json in {target_folder}: not a model folder.")
     bits = {} if spec.draft_bits is None else {"draft_bits": spec.draft_bits}
@@ -302,6 +304,15 @@ TARGET_FILES = (
     "vocab*",
     "merges*",
 )
+
+
+def find_target(
+    where: str, revision: str | None = None, progress: Callable[[str], None] | None = None
+) -> Path:
+    """The folder of a target: of a pair that comes with the project, by its name, or `resolve`d."""
+    if where in EMBEDDED and not Path(where).is_dir():
+        return TARGETS.get(where) or embedded_target(progress=progress)
+    return resolve(where, revision, "target", TARGET_FILES)
 
 
 def resolve(where: str, revision: str | None, what: str, files: Sequence[str]) -> Path:

@@ -40,6 +40,7 @@ def provenance(pair: Pair) -> dict[str, Any]:
         "fingerprint": dict(pair.fingerprint),
         "config_sources": dict(pair.draft_config.sources),
         "config_notes": list(pair.draft_config.notes),
+        "trained_block_size": pair.draft_config.trained_block_size,
         "argv": [short_name(argument) for argument in sys.argv],
         "started_utc": utc_now(),
     }

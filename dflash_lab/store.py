@@ -16,8 +16,10 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,32 @@ PROMPTS = pa.schema(
 
 CELL, FAILED, PART, TEXTS = "cell.json", "failed.json", "part.jsonl", "texts.json"
 BLOCK_FILE, PROMPT_FILE = "blocks.parquet", "prompts.parquet"
+
+# An acceptance map beside a run: maps/<id>/. One row a text, and one a text, block size and window.
+MAPS, MAP, TEXT_FILE, ACCEPTED_FILE = "maps", "map.json", "texts.parquet", "accepted.parquet"
+MAP_TEXTS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("turn", pa.int32()),
+        ("task", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("new_ids", pa.list_(pa.int32())),
+        ("finite", pa.bool_()),
+    ],
+    metadata=_METADATA,
+)
+MAP_ACCEPTED = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("turn", pa.int32()),
+        ("block_size", pa.int32()),
+        ("draft_window", pa.int32()),
+        ("accepted", pa.list_(pa.int32())),  # an anchor each
+        ("drafted", pa.list_(pa.int32())),  # anchors times slots of the largest size; -1 is none
+        ("confidences", pa.list_(pa.float32())),  # the same shape; NaN is none
+    ],
+    metadata=_METADATA,
+)
 
 
 class RunError(ValueError):
@@ -470,6 +498,24 @@ def summarise(lines: Sequence[Mapping[str, Any]], complaints: Sequence[str] = ()
     }
 
 
+def write_map(
+    run: Path,
+    header: Mapping[str, Any],
+    texts: Sequence[Mapping[str, Any]],
+    accepted: Sequence[Mapping[str, Any]],
+) -> None:
+    """Store an acceptance map under the name header["id"]; it is there once `map.json` is."""
+    folder = run / MAPS / header["id"]
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {
+        TEXT_FILE: pa.Table.from_pylist(list(texts), schema=MAP_TEXTS),
+        ACCEPTED_FILE: pa.Table.from_pylist(list(accepted), schema=MAP_ACCEPTED),
+    }
+    for file, table in tables.items():
+        write_atomic(folder / file, _parquet(table))
+    write_json(folder / MAP, {"schema": SCHEMA, **header})
+
+
 def tidy(folder: Path) -> None:
     """Remove what dead processes left: files half written, and the mark of a failure."""
     for path in (*folder.glob("*.tmp.*"), folder / FAILED):
@@ -547,6 +593,10 @@ class Run:
     cells: tuple[Cell, ...]
     failed: tuple[FailedCell, ...] = ()
     unfinished: tuple[UnfinishedCell, ...] = ()
+    # What finished cells hold never changes, so their files are read once.
+    _tables: dict[str, pa.Table] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def select(self, **equals: Any) -> Run:
         """The cells whose request has these values; a tuple stands for any of its members.
@@ -576,13 +626,13 @@ class Run:
                 return cell
         raise ValueError(f"there is no finished cell {name!r} in {self.path}.")
 
-    def blocks(self) -> pa.Table:
-        """The rows of all blocks, cell after cell."""
-        return self._rows(BLOCK_FILE, BLOCKS)
+    def blocks(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of all blocks, cell after cell; of `columns` alone where they are named."""
+        return self._rows(BLOCK_FILE, BLOCKS, columns)
 
-    def prompts(self) -> pa.Table:
-        """The rows of all decodes, cell after cell."""
-        return self._rows(PROMPT_FILE, PROMPTS)
+    def prompts(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of all decodes, cell after cell; of `columns` alone where they are named."""
+        return self._rows(PROMPT_FILE, PROMPTS, columns)
 
     def texts(self, cell_id: str) -> dict[str, Any]:
         """`pieces` by "prompt id|turn|repeat", and `tokens` by id."""
@@ -598,9 +648,48 @@ class Run:
         folder.mkdir(exist_ok=True)
         write_json(folder / f"{name}.json", result)
 
-    def _rows(self, file: str, schema: pa.Schema) -> pa.Table:
-        tables = [read_table(cell.folder / file, schema) for cell in self.cells]
-        return pa.concat_tables(tables) if tables else schema.empty_table()
+    def _rows(self, file: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Table:
+        if file not in self._tables:
+            paths = [cell.folder / file for cell in self.cells]
+            with _system_memory(), ThreadPoolExecutor() as pool:
+                tables = list(pool.map(partial(_read_stored, schema=schema), paths))
+            whole = pa.concat_tables(tables).cast(schema) if tables else schema.empty_table()
+            self._tables[file] = whole
+        table = self._tables[file]
+        return table if columns is None else table.select(list(columns))
+
+
+@contextmanager
+def _system_memory() -> Iterator[None]:
+    """Take memory from the system: of a thousand small tables that is twice as fast as Arrow's."""
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())
+    try:
+        yield
+    finally:
+        pa.set_memory_pool(before)
+
+
+def map_names(run: Path) -> list[str]:
+    """The acceptance maps stored beside a run, those whose writing was finished."""
+    return sorted(path.parent.name for path in (run / MAPS).glob(f"*/{MAP}"))
+
+
+def read_map(
+    run: Path, name: str
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Header, texts and accepted counts of a stored map, as `write_map` took them."""
+    folder = run / MAPS / name
+    if not (folder / MAP).is_file():
+        raise ValueError(
+            f"there is no acceptance map {name!r} in {run}; there are {map_names(run)}."
+        )
+    header = _read_json(folder / MAP)
+    if header.get("schema", 0) > SCHEMA:
+        _refuse_newer(folder / MAP, header["schema"])
+    texts = read_table(folder / TEXT_FILE, MAP_TEXTS)
+    accepted = read_table(folder / ACCEPTED_FILE, MAP_ACCEPTED)
+    return header, texts.to_pylist(), accepted.to_pylist()
 
 
 def _is(value: Any, wanted: Any) -> bool:
@@ -691,7 +780,7 @@ def _read_unfinished(folder: Path) -> UnfinishedCell:
     )
 
 
-_REMEDY = "Remove the cell's folder; the next sweep makes the cell again."
+_REMEDY = "Remove its folder; the next run makes it again."
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -714,15 +803,20 @@ def _refuse_newer(path: Path, schema: int) -> None:
 
 def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     """One parquet file of a cell with the columns of `schema`."""
+    return _read_stored(path, schema).cast(schema)
+
+
+def _read_stored(path: Path, schema: pa.Schema) -> pa.Table:
+    """As `read_table`, its types as the file has them: many tables are cast at once, not each."""
     try:
         with pq.ParquetFile(path) as file:
             found = file.schema_arrow.metadata or {}
             written = int(found.get(SCHEMA_KEY, b"0"))
             if written > SCHEMA:
                 _refuse_newer(path, written)
-            table = file.read()
+            if file.schema_arrow.names != schema.names:
+                raise DamagedCell(f"{path} has columns {file.schema_arrow.names}. {_REMEDY}")
+            table = file.read(use_threads=False)
     except (FileNotFoundError, pa.ArrowInvalid) as error:
         raise DamagedCell(f"{path} cannot be read ({error}). {_REMEDY}") from error
-    if table.schema.names != schema.names:
-        raise DamagedCell(f"{path} has columns {table.schema.names}. {_REMEDY}")
-    return table.cast(schema)
+    return table

@@ -373,7 +373,8 @@ class _Sweep:
         self.show, self.should_stop = show, should_stop
         self.cells = out / "cells"
         self.decodes = config.repeats * sum(len(prompt.turns) for prompt in prompts)
-        self.order = next_order(open_run(out))
+        self.out = out
+        self.order = self.first_order = next_order(open_run(out))
         self.started = utc_now()
         self.settings = settings(config, pairs.first)
         self.origins: dict[str, dict[str, Any]] = {}  # provenance by dtype
@@ -401,9 +402,32 @@ class _Sweep:
                 for plan in rotated(self.plans, place):
                     if plan.id in self.open:
                         self._decode_prompt(self.open[plan.id], prompt, repeat)
+            if self.config.first_again and self.order > self.first_order:
+                self._decode_first_again()
         except _Cancelled:
             return
         self._tell("left to another process" if self.taken else "finished")
+
+    def _decode_first_again(self) -> None:
+        """The first turns of the first cell once more, last of all, kept as a check of the run."""
+        plan = self.plans[0]
+        if not (self.cells / plan.id / CELL).is_file():  # it failed, or another process has it
+            return
+        pair, rows = self.pairs.get(plan.request["dtype"]), []
+        for prompt in self.prompts:
+            self._tell(f"again: {plan.label}")
+            keys = {"prompt_id": prompt.id, "turn": 0, "repeat": 0, "order": self.order}
+            messages = [{"role": "user", "content": prompt.turns[0]}]
+            asked = messages if self.config.chat else prompt.turns[0]
+            if plan.engine == OWN:
+                more = (self.names, self.should_stop)
+                line = own_line(pair, plan, asked, keys, self.config, *more)
+            else:
+                line = library_line(pair, plan, asked, keys, self.config, self.names)
+            names = ("prompt_id", "order", "ttft_s", "decode_s", "total_s")
+            rows.append({name: line["prompt"][name] for name in names})
+            self.order += 1
+        open_run(self.out).write_check("first_again", {"cell": plan.id, "prompts": rows})
 
     def warn(self) -> None:
         """Say what a reader of the run must know; everything is on the disk by now."""

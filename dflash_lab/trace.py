@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_lab.accept import Verdict
 
@@ -29,11 +30,15 @@ class PrefillRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRecord:
-    """One turn of the loop: what was drafted, what the target said, how much was kept."""
+    """One turn of the loop: what was drafted, what the target said, how much was kept.
+
+    Where a policy had fewer rows verified, the drafts that nobody judged are not in it.
+    """
 
     index: int  # 0 for the first block after prefill
     start: int  # position of the anchor in prompt + output
     anchor: int
+    block_size: int  # entries of this block, the anchor among them
     verdict: Verdict
     accepted: int  # drafted tokens kept by the rule, from the left
     emitted: int  # below accepted + 1 only where the output ended inside the block
@@ -50,8 +55,8 @@ class BlockRecord:
         return self.verdict.posterior
 
     @property
-    def block_size(self) -> int:
-        """Entries of this block, the anchor among them."""
+    def rows(self) -> int:
+        """Entries that were verified: all of the block, unless a policy wanted fewer."""
         return len(self.verdict.posterior)
 
     @property
@@ -89,6 +94,7 @@ class DecodeRequest:
     temperature: float
     seed: int | None
     timing: str
+    policy: Any = None  # an object with name and version; `describe_policy` makes a record of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +148,12 @@ class Trace:
     @property
     def draft_window(self) -> int | None:
         return self.request.draft_window
+
+    @property
+    def policy(self) -> str | None:
+        """Name and version of the policy; None where every block was alike."""
+        policy = self.request.policy
+        return None if policy is None else f"{policy.name} {policy.version}"
 
 
 def tau(blocks: Iterable[BlockRecord], cut_blocks: bool = False) -> float | None:

@@ -38,6 +38,9 @@ class Session(Protocol):
     def draft(self, anchor: int, block_size: int) -> Any:
         """A block of the anchor and `block_size - 1` drafted tokens, opaque, on the device."""
 
+    def confidences(self, block: Any) -> Sequence[float]:
+        """The draft's highest probability at each draft position of a block just drafted."""
+
     def verify(self, block: Any, rows: int | None = None) -> Verdict:
         """Run the target over the block, or over its first `rows` entries."""
 
@@ -60,6 +63,35 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proposals:
+    """What the draft proposes in one block, a token and its highest probability a position."""
+
+    drafted: tuple[int, ...]
+    confidences: tuple[float, ...]
+
+
+class Anchors(Protocol):
+    """A text that the target has read once; the draft can be asked from any of its new tokens.
+
+    Anchor n is the new token n; it has a block only where another token follows.
+    """
+
+    choices: Sequence[int]  # the target's own next token at the place of each new one
+    margins: Sequence[float]  # how far its logit stands above that of the text's token
+    finite: bool  # False once the draft's logits were not finite numbers
+
+    def accepted(
+        self, anchors: Sequence[int], block_size: int, draft_window: int | None
+    ) -> list[int]:
+        """For a block at each anchor: min(accepted, remaining), the text being the target's."""
+
+    def proposals(
+        self, anchors: Sequence[int], block_size: int, draft_window: int | None
+    ) -> list[Proposals]:
+        """What is drafted in a block at each anchor: all of it, unlike in `accepted`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
     """What a library's own generator made of a prompt."""
 
@@ -79,6 +111,9 @@ class Models(Protocol):
 
     def session(self, draft_window: int | None, speculate: bool) -> Session:
         """A session of its own caches; without `speculate` it pays for no draft and no features."""
+
+    def anchors(self, prompt: Sequence[int], tokens: Sequence[int]) -> Anchors:
+        """One pass of the target over a prompt and the tokens that it wrote after it."""
 
     def library_generate(
         self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]

@@ -431,6 +431,11 @@ class DraftNetwork(nn.Module):
         scaled = raw.astype(mx.float32) * multiplier
         return scaled if cap is None else cap * mx.tanh(scaled / cap)
 
+    def confidences(self, logits: Float[Array, "*slots vocab"]) -> Float[Array, "*slots"]:
+        """The highest probability of each slot, by the logits alone (a selector not heeded)."""
+        wide = logits.astype(mx.float32)
+        return mx.exp(wide.max(axis=-1) - mx.logsumexp(wide, axis=-1))
+
     def choose(
         self,
         states: Float[Array, "*slots hidden"],

@@ -50,17 +50,18 @@ class MlxBlock:
     """The anchor and the drafted tokens, still on the device."""
 
     tokens: Array  # int32 [1, block_size]
-    finite: Array | None  # bool [], None where nothing was drafted
+    finite: Array | None = None  # bool []; None where nothing was drafted
+    raw: Array | None = None  # what the head said [block_size - 1, vocab], for `confidences`
 
 
 def on_device(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Run a verb on the target's device; memory that runs out becomes one error that helps."""
 
     @functools.wraps(verb)
-    def run(session: MlxSession, *args: Any) -> Any:
+    def run(session: MlxSession, *args: Any, **settings: Any) -> Any:
         try:
             with mx.stream(session.target.device):
-                return verb(session, *args)
+                return verb(session, *args, **settings)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -113,7 +114,7 @@ class MlxSession:
         self.block_size = block_size
         first = mx.array([[anchor]])
         if block_size == 1:
-            return MlxBlock(first, None)
+            return MlxBlock(first)
         network = self._draft_network()
         self._feed(network)
         masks = mx.full((1, block_size - 1), network.config.mask_token, first.dtype)
@@ -123,9 +124,17 @@ class MlxSession:
         states = network(
             embedded, anchors, self.context.layers(), self._context_positions(), self.draft_window
         )
-        drafted, finite = network.propose(states[0, 0, 1:], self.target.head, first[0, 0])
+        raw = self.target.head(states[0, 0, 1:])
+        drafted, finite = network.propose(states[0, 0, 1:], lambda _: raw, first[0, 0])
         self._drafted = mx.concatenate((first, drafted[None]), axis=1)
-        return MlxBlock(self._drafted, finite)
+        return MlxBlock(self._drafted, finite, raw)
+
+    @on_device
+    def confidences(self, block: MlxBlock) -> list[float]:
+        if block.raw is None:
+            return []
+        network = self._draft_network()
+        return network.confidences(network.logits(block.raw)).tolist()
 
     @on_device
     def verify(self, block: MlxBlock, rows: int | None = None) -> Verdict:

@@ -422,6 +422,11 @@ class DraftNetwork(nn.Module):
         scaled = raw.float() * multiplier
         return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
+    def confidences(self, logits: Float[Tensor, "*slots vocab"]) -> Float[Tensor, "*slots"]:
+        """The highest probability of each slot, by the logits alone (a selector not heeded)."""
+        wide = logits.float()
+        return (wide.amax(-1) - wide.logsumexp(-1)).exp()
+
     def choose(
         self,
         states: Float[Tensor, "*slots hidden"],

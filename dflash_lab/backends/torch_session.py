@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from dflash_lab.accept import Verdict
 from dflash_lab.backends import Generated
+from dflash_lab.backends.torch_anchors import TorchAnchors, read_anchors
 from dflash_lab.backends.torch_model import ContextCache, DraftNetwork, load_network
 from dflash_lab.backends.torch_target import TorchTarget, load_target, not_finite, take_back
 from dflash_lab.checkpoint import DraftConfig, check_target
@@ -27,7 +28,8 @@ class TorchBlock:
     """The anchor and the drafted tokens, still on the device."""
 
     tokens: Tensor  # int64 [1, block_size]
-    finite: Tensor | None  # bool [], None where nothing was drafted
+    finite: Tensor | None = None  # bool []; None where nothing was drafted
+    raw: Tensor | None = None  # what the head said [block_size - 1, vocab], for `confidences`
 
 
 class TorchSession:
@@ -71,7 +73,7 @@ class TorchSession:
     def draft(self, anchor: int, block_size: int) -> TorchBlock:
         first = torch.tensor([[anchor]], device=self.target.device)
         if block_size == 1:
-            return TorchBlock(first, None)
+            return TorchBlock(first)
         network = self._draft_network()
         self._feed(network)
         masks = first.new_full((1, block_size - 1), network.config.mask_token)
@@ -80,8 +82,16 @@ class TorchSession:
         states = network(
             embedded, anchors, self.context.layers(), self._context_positions(), self.draft_window
         )
-        drafted, finite = network.propose(states[0, 0, 1:], self.target.head, first[0, 0])
-        return TorchBlock(torch.cat((first, drafted[None]), dim=1), finite)
+        raw = self.target.head(states[0, 0, 1:])
+        drafted, finite = network.propose(states[0, 0, 1:], lambda _: raw, first[0, 0])
+        return TorchBlock(torch.cat((first, drafted[None]), dim=1), finite, raw)
+
+    @torch.inference_mode()
+    def confidences(self, block: TorchBlock) -> list[float]:
+        if block.raw is None:
+            return []
+        network = self._draft_network()
+        return network.confidences(network.logits(block.raw)).tolist()
 
     @torch.inference_mode()
     def verify(self, block: TorchBlock, rows: int | None = None) -> Verdict:
@@ -228,6 +238,9 @@ class TorchModels:
 
     def session(self, draft_window: int | None, speculate: bool) -> TorchSession:
         return TorchSession(self.target, self.draft if speculate else None, draft_window)
+
+    def anchors(self, prompt: Sequence[int], tokens: Sequence[int]) -> TorchAnchors:
+        return read_anchors(self.target, self.draft, prompt, tokens, PREFILL_CHUNK)
 
     @torch.inference_mode()
     def library_generate(

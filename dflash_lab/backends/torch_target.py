@@ -98,7 +98,7 @@ class TorchTarget:
             return states, features()
 
     def next_logits(self, states: Tensor) -> Tensor:
-        """What the model says after its final states: its head, and its softcap where it has one."""
+        """The model's word on its final states: its head, and its softcap where it has one."""
         logits, cap = self.head(states), getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

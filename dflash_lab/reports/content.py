@@ -135,7 +135,7 @@ def exactness(run: Run) -> dict[str, Any]:
             "differences": [],
             "rest": "",
         }
-    reference = str(check["reference"]).replace("transformers generate", "transformers' generate")
+    reference = str(check["reference"]).replace(" generate", "'s generate").replace("s's", "s'")
     size = check.get("block_size")
     at = f", at block size {size}" if size is not None else ""
     measured = sorted({cell.dtype for cell in run.cells if cell.block_size > 1} - {check["dtype"]})

@@ -94,9 +94,17 @@ def idle(config: pytest.Config) -> list[str]:
     return sorted(set(BACKENDS) - RAN) if is_whole(config) else []
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """One of several test processes ended: what ran there, ran."""
+    RAN.update(getattr(node, "workeroutput", {}).get("backends", ()))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if idle(session.config) and exitstatus == pytest.ExitCode.OK:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["backends"] = sorted(RAN)
+    elif idle(session.config) and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

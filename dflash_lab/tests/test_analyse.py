@@ -16,11 +16,14 @@ from dflash_lab.analyse import (
     choose,
     comparable,
     draw_prompts,
+    drift,
     intervals,
     length_frame,
+    paired_frame,
     prompt_frame,
     records,
     repetition,
+    resampling,
     survival_frame,
 )
 from dflash_lab.store import open_run, plain, to_json
@@ -204,7 +207,9 @@ def plain_interval(folder, draws, names):
         seconds = sum(k * rows[n]["decode_s"] for n, k in zip(names, draw, strict=True))
         found.append(tokens / seconds)
     found.sort()
-    return [_percentile(found, 0.025), _percentile(found, 0.975)]
+    students = {12: 2.200985}[len(names)]  # 97.5 % of Student's t with 11 degrees, from a table
+    share = statistics.NormalDist().cdf(-students * math.sqrt(12 / 11))
+    return [_percentile(found, share), _percentile(found, 1 - share)]
 
 
 def _percentile(ordered, share):
@@ -228,7 +233,7 @@ def test_intervals_equal_plain_python_on_the_same_draws(demo):
     frame = cell_frame(demo, resamples=200, seed=3).set_index("cell")
     for cell in demo.cells[:4]:
         ends = frame.loc[cell.id, ["tokens_per_s_low", "tokens_per_s_high"]].to_list()
-        assert ends == pytest.approx(plain_interval(cell.folder, draws, names))
+        assert ends == pytest.approx(plain_interval(cell.folder, draws, names), rel=1e-5)
 
 
 def test_frames_carry_the_stored_columns_and_the_settings_of_their_cell(demo):
@@ -282,17 +287,54 @@ def test_an_empty_run_gives_empty_frames_and_no_choice(tmp_path):
 # Intervals
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
-    rng = np.random.default_rng(1)
-    truth, runs, prompts, covered = 1.4, 400, 24, 0
-    draws = draw_prompts(prompts, 500, 0)
+def known_survival(rng, prompts, block_sizes=(4, 12)):
+    """Tokens, blocks and seconds a prompt of two settings whose survival is known.
+
+    A drafted token is right with a chance of the prompt's own, wherever it stands.
+    """
+    ease, blocks = rng.beta(3, 2, prompts), rng.integers(15, 45, prompts)
+    made = []
+    for size in block_sizes:
+        chances = ease[:, None] ** np.arange(1, size)  # of accepting 1, 2, ... drafts
+        luck = rng.random((prompts, 45, 1))
+        accepted = (luck < chances[:, None]).sum(axis=2)
+        accepted = np.where(np.arange(45) < blocks[:, None], accepted, -1)
+        seconds = blocks * (1 + 0.03 * size) * np.exp(0.05 * rng.normal(size=prompts))
+        made.append(((accepted + 1).sum(axis=1), blocks, seconds))
+    return made
+
+
+def coverage(prompts, runs):
+    """How often intervals of tau and of the throughput ratio hold the truth."""
+    rng = np.random.default_rng(7)
+    moments = [np.prod([(3 + i) / (5 + i) for i in range(k)]) for k in range(1, 12)]
+    taus = [1 + sum(moments[: size - 1]) for size in (4, 12)]  # moments of Beta(3, 2)
+    noise = math.exp(0.05**2 / 2)
+    truth = (taus[1] / (1 + 0.03 * 12)) / (taus[0] / (1 + 0.03 * 4))
+    assert truth == pytest.approx(taus[1] / (1.36 * noise) / (taus[0] / (1.12 * noise)))
+    held = np.zeros(2)
+    draws = draw_prompts(prompts, 1000, 0)
     for _ in range(runs):
-        ease = rng.beta(8, 12, prompts)  # prompts differ; a drafted token is right with 0.4
-        blocks = rng.integers(20, 60, prompts)
-        accepted = rng.binomial(blocks, ease)  # block size 2: one draft a block
-        low, high = intervals(draws, (blocks + accepted)[None], blocks[None])
-        covered += low[0] <= truth <= high[0]
-    assert 0.86 <= covered / runs <= 0.99
+        (few, blocks, slow), (many, _, fast) = known_survival(rng, prompts)
+        low, high = intervals(draws, few[None], blocks[None])
+        drawn = (draws @ many) / (draws @ fast) / ((draws @ few) / (draws @ slow))
+        ends = resampling.ends(drawn, prompts)
+        held += [low[0] <= taus[0] <= high[0], ends[0] <= truth <= ends[1]]
+    return held / runs
+
+
+@pytest.mark.parametrize(("prompts", "low", "high"), [(24, 0.91, 0.97), (48, 0.93, 0.97)])
+def test_in_a_thousand_runs_intervals_cover_the_truth_as_often_as_they_say(prompts, low, high):
+    held = coverage(prompts, 1000)
+    assert (low <= held).all() and (held <= high).all(), held
+
+
+def test_an_interval_over_few_prompts_is_wider_than_the_plain_percentiles():
+    assert resampling.shares(12)[0] == pytest.approx(0.01075, abs=2e-5)  # t table: 2.201
+    assert resampling.shares(1000)[0] == pytest.approx(0.025, abs=2e-4)
+    shares = [resampling.shares(count)[0] for count in (2, 4, 8, 16, 32)]
+    assert shares == sorted(shares)
+    assert sum(resampling.shares(5)) == 1
 
 
 def test_resampling_blocks_instead_of_prompts_would_be_too_sure(tmp_path):
@@ -332,6 +374,74 @@ def test_one_prompt_has_no_interval_and_is_flagged(tmp_path):
 def test_resamples_below_one_are_refused(demo):
     with pytest.raises(ValueError, match="resamples is 0"):
         cell_frame(demo, resamples=0)
+
+
+def test_a_paired_difference_is_sharper_than_two_intervals(tmp_path):
+    """Prompts differ by a factor of two, the cells always by a tenth."""
+    slow, fast = cell_at(10, 1, spread=0.3), cell_at(11, 4, spread=0.3)
+    run = hand_run(tmp_path, slow, fast)
+    one, two = records(paired_frame(run))
+    assert one["cell"] == one["against"] == two["against"]
+    assert (one["speedup"], one["speedup_low"], one["speedup_high"]) == (1, 1, 1)
+    assert (two["speedup"], two["speedup_low"]) == pytest.approx((1.1, 1.1))
+    assert two["tau_difference"] is None  # there are no blocks
+
+
+def test_paired_differences_of_tau_are_over_the_prompts_that_both_cells_hold(tmp_path):
+    first = [block(3, prompt_id="a"), block(1, prompt_id="b")]
+    second = [block(2, prompt_id="a"), block(0, prompt_id="c")]
+    run = hand_run(
+        tmp_path,
+        ({"draft_window": 16}, [prompt("a"), prompt("b")], first),
+        ({}, [prompt("a"), prompt("c")], second),
+    )
+    against = run.select(draft_window=16).cells[0].id
+    rows = {row["cell"]: row for row in records(paired_frame(run, against))}
+    (other,) = (row for name, row in rows.items() if name != against)
+    assert (other["prompts"], other["tau_difference"]) == (1, -1)
+    assert other["tau_difference_low"] is None
+    with pytest.raises(ValueError, match="no plain decoding to compare with; name a cell"):
+        paired_frame(run)
+
+
+# Drift
+
+
+def paced(order_factor, cells=(1, 4), prompts=6):
+    """Cells, in rotated order, whose decodes grow slower by a factor from one to the next."""
+    made = []
+    for place, size in enumerate(cells):
+        rows = []
+        for i in range(prompts):
+            order = i * len(cells) + (place + i) % len(cells)
+            seconds = (2.0 + i) / size * order_factor**order
+            rows.append(prompt(f"p{i}", new_ids=[1] * 21, decode_s=seconds, order=order))
+        made.append(({"block_size": size}, rows, []))
+    return made
+
+
+@pytest.mark.parametrize(("factor", "sign"), [(1.05, 1), (0.95, -1)])
+def test_drift_shows_in_the_rank_correlation_of_residual_time_and_order(tmp_path, factor, sign):
+    found = drift(hand_run(tmp_path, *paced(factor)))
+    assert found.decodes == 12
+    assert found.rank_correlation == pytest.approx(sign)
+    assert found.again is None
+    assert "not measured again" in found.sentence
+
+
+def test_without_drift_nothing_is_left_to_rank(tmp_path):
+    assert drift(hand_run(tmp_path, *paced(1.0))).rank_correlation is None
+
+
+def test_the_first_cell_measured_again_is_compared_prompt_by_prompt(tmp_path):
+    run = hand_run(tmp_path, *paced(1.01))
+    first = run.select(block_size=1).cells[0]
+    rows = run.prompts(("cell", "prompt_id", "decode_s")).to_pylist()
+    again = [row | {"decode_s": 1.2 * row["decode_s"]} for row in rows if row["cell"] == first.id]
+    run.write_check("first_again", {"cell": first.id, "prompts": again})
+    found = drift(run)
+    assert (found.again, found.again_low, found.again_high) == pytest.approx((1.2, 1.2, 1.2))
+    assert found.sentence.endswith("took 1.20x [1.20, 1.20].")
 
 
 # Loops
@@ -513,6 +623,52 @@ def test_one_prompt_allows_no_verdict(tmp_path):
         "interval, 3.00x of plain decoding in bfloat16; not distinguishable, one prompt stands for "
         "no other."
     )
+
+
+def test_latency_counts_prefill_and_the_last_token_throughput_does_not(tmp_path):
+    quick = [prompt(f"p{i}", new_ids=[1] * 11, decode_s=1.0, ttft_s=3.0) for i in range(4)]
+    prompt_ = [prompt(f"p{i}", new_ids=[1] * 11, decode_s=2.0, ttft_s=0.2) for i in range(4)]
+    run = hand_run(tmp_path, ({"block_size": 8}, quick, []), ({"block_size": 4}, prompt_, []))
+    assert choose(run).block_size == 8
+    choice = choose(run, objective="latency")
+    assert (choice.block_size, choice.tokens_per_s) == (4, pytest.approx(11 / 2.2))
+    assert "answers soonest: 5.0 tokens/s with prefill" in choice.sentence
+
+
+def test_memory_takes_the_least_draft_cache_within_2_per_cent_of_the_best(tmp_path):
+    def cached(speed, size, window, count):
+        settings, rows, _ = cell_at(speed, size, draft_window=window)
+        blocks = [block(0, size, prompt_id="p0", draft_cache_bytes=count)]
+        return settings, rows, blocks
+
+    run = hand_run(
+        tmp_path,
+        cell_at(10, 1),
+        cached(20.0, 8, None, 900),
+        cached(19.8, 8, 64, 500),
+        cached(19.7, 4, 64, 500),
+        cached(19.0, 8, 16, 100),  # too slow
+    )
+    choice = choose(run, objective="memory")
+    assert (choice.block_size, choice.draft_window) == (8, 64)
+    assert choice.p_best == 1
+    assert choice.regret == pytest.approx(0.01)
+    assert [other.block_size for other in choice.near] == [8, 4]
+    assert [other.p_near for other in choice.near] == [1, 1]
+    with pytest.raises(ValueError, match="objective is 'speed'; expected one of throughput"):
+        choose(run, objective="speed")
+
+
+def test_a_choice_over_some_of_the_prompts_is_theirs_alone(tmp_path):
+    run = hand_run(
+        tmp_path,
+        ({"block_size": 4}, [timed("a", 30), timed("b", 10), timed("c", 30)], []),
+        ({"block_size": 8}, [timed("a", 20), timed("b", 40), timed("c", 20)], []),
+    )
+    assert choose(run, prompts=["a", "c"]).block_size == 4
+    assert choose(run, prompts=["b"]).block_size == 8
+    with pytest.raises(ValueError, match="no prompt z in this run"):
+        choose(run, prompts=["z"])
 
 
 def test_without_plain_decoding_there_is_no_speedup(tmp_path):

@@ -38,16 +38,17 @@ def both(toy):
 
 
 @pytest.fixture(scope="module")
-def pairs(qwen3_toy):
-    return both(qwen3_toy)
+def pairs():
+    """The trained tiny pair in torch and in MLX."""
+    settings = {"dtype": "float32", "device": "cpu"}
+    return [load_pair("tiny", backend=name, **settings) for name in ("torch", "mlx")]
 
 
 def story(pair, prompt, **settings):
     """Tokens of a decode and, block by block, everything that is a whole number."""
     trace = decode(pair, prompt, DecodeConfig(beyond_trained=True, **settings))
     blocks = [
-        (b.start, b.anchor, b.drafted, b.posterior, b.accepted, b.emitted)
-        + (b.draft_cache_tokens, b.draft_cache_bytes)
+        (b.start, b.anchor, b.verdict, b.accepted, b.emitted, b.draft_cache_bytes)
         for b in trace.blocks
     ]
     return trace.tokens, trace.finish_reason, blocks
@@ -57,18 +58,20 @@ def story(pair, prompt, **settings):
     ("size", "window"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
-def test_blocks_agree_for_every_size_and_window(qwen3_toy, pairs, size, window):
-    settings = {"block_size": size, "draft_window": window, "max_new_tokens": 7}
-    told = [story(pair, qwen3_toy.prompts[0], **settings) for pair in pairs]
+def test_blocks_agree_for_every_size_and_window(pairs, size, window):
+    settings = {"block_size": size, "draft_window": window, "max_new_tokens": 12}
+    told = [story(pair, "Give me five tips.", **settings) for pair in pairs]
     assert told[0] == told[1]
+    if size > 4 and window is None:
+        assert max(accepted for _, _, _, accepted, *_ in told[1][2]) > 1
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_blocks_agree_for_every_budget(qwen3_toy, pairs, budget):
+def test_blocks_agree_for_every_budget(pairs, budget):
     settings = {"block_size": 8, "draft_window": 16, "max_new_tokens": budget}
-    told = [story(pair, qwen3_toy.prompts[1], **settings) for pair in pairs]
+    told = [story(pair, "Name a river.", **settings) for pair in pairs]
     assert told[0] == told[1]
-    assert told[1][0] == qwen3_toy.greedy[1][:budget]
+    assert len(told[1][0]) == budget
 
 
 @pytest.mark.parametrize("form", ["dflash 2", "mixed", "yarn", "bias"])
@@ -165,15 +168,18 @@ def test_a_stored_mlx_run_opens_in_frames_and_report(qwen3_toy, tmp_path):
     assert "mlx" in page and "mlx-lm" in page
 
 
+@pytest.fixture(scope="module")
+def embedded():
+    return [load_pair("smollm2", backend=name, dtype="float32") for name in ("torch", "mlx")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 16])
-def test_the_embedded_pair_tells_one_story_in_both_backends(window):
-    pairs = [load_pair("smollm2", backend=name, dtype="float32") for name in ("torch", "mlx")]
-    for prompt in load_prompts("mini", max_prompts=3):
-        ids = pairs[0].encode(prompt.turns[0]).ids
-        for size in (1, 4, 8, 16):
-            if size == 1 and window is not None:
-                continue
-            settings = {"block_size": size, "draft_window": window, "max_new_tokens": 16}
-            told = [story(pair, ids, **settings) for pair in pairs]
-            assert told[0] == told[1]
+@pytest.mark.parametrize(
+    ("size", "window"), [(1, None), *((size, w) for size in (4, 8, 16) for w in (None, 16))]
+)
+def test_the_embedded_pair_tells_one_story_in_both_backends(embedded, size, window):
+    for prompt in load_prompts("mini")[:3]:
+        ids = embedded[0].encode(prompt.turns[0]).ids
+        settings = {"block_size": size, "draft_window": window, "max_new_tokens": 16}
+        told = [story(pair, ids, **settings) for pair in embedded]
+        assert told[0] == told[1]

@@ -1,6 +1,8 @@
 """The command line: thin, and one clear line for what a user can mend."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -181,3 +183,69 @@ def test_an_unknown_command_and_help_answer_without_a_framework():
     listed = run("--help").stdout
     for name in ("decode", "sweep", "benchmark", "status", "report", "pair", "demo"):
         assert name in listed
+
+
+@pytest.fixture
+def small_run(call, tmp_path):
+    """A run of a scripted pair whose draft is a real folder on disk."""
+    call(
+        *("sweep", "--out", tmp_path / "run", "--block-sizes", "1,2,8"),
+        *("--max-prompts", 3, "--max-new-tokens", 20, "--first-again"),
+    )
+    return tmp_path / "run"
+
+
+def test_recommend_says_what_to_run_and_how_to_set_it(call, small_run):
+    code, out, _ = call("recommend", small_run)
+    assert code == 0
+    assert "over 3 prompts" in out and "Rule of thumb" in out
+    assert "the first cell measured again at the end took" in out
+    size = out.split("variable: DFLASH_BLOCK_SIZE=")[1].split()[0]
+    assert f"python: DecodeConfig(block_size={size})" in out and f"--block-size {size}\n" in out
+    code, out, err = call("recommend", small_run, "--json", "--objective", "latency")
+    assert json.loads(out)["choice"]["objective"] == "latency"
+    assert "variable: DFLASH_BLOCK_SIZE=" in err
+
+
+def test_a_cost_table_of_one_machine_serves_a_recommendation_on_another(call, small_run, tmp_path):
+    code, out, _ = call(
+        *("costs", "--out", tmp_path / "costs.json", "--block-sizes", "2,8"),
+        *("--contexts", "32", "--repeats", 2),
+    )
+    assert code == 0 and "breaks even at tau" in out
+    code, out, _ = call("recommend", small_run, "--costs", tmp_path / "costs.json")
+    assert code == 0
+    assert "predicted tokens/s" in out and "Prediction beside 3 measured cells" in out
+    code, _, err = call("recommend", small_run, "--map", "m")
+    assert code == 1 and "--map gives acceptance and no seconds; give --costs too." in err
+    code, _, err = call("costs", "--out", tmp_path / "costs.txt")
+    assert code == 1 and "expected a .json or .parquet file" in err
+
+
+def test_lock_writes_the_chosen_size_and_unlock_takes_it_out(call, small_run, tmp_path, qwen3_toy):
+    from dflash_lab.checkpoint import draft_fingerprint, read_draft_config
+
+    draft = tmp_path / "draft"
+    shutil.copytree(qwen3_toy.draft, draft)
+    before = (draft / "config.json").read_bytes()
+    code, _, err = call("recommend", small_run, "--lock", "--draft-model", draft)
+    assert code == 1 and "is not the one that this run measured" in err
+    code, _, err = call("recommend", small_run, "--lock")
+    assert code == 1 and "which draft? Name its folder: --draft-model." in err
+    for cell in small_run.glob("cells/*/cell.json"):
+        cell.write_text(cell.read_text().replace("d" * 64, draft_fingerprint(draft)))
+    code, out, _ = call("recommend", small_run, "--lock", "--draft-model", draft)
+    assert code == 0 and "locked: block_size = " in out
+    assert f"block_size={read_draft_config(draft).block_size})" in out
+    code, out, _ = call("recommend", small_run, "--unlock", "--draft-model", draft)
+    assert code == 0 and "restored: " in out
+    assert (draft / "config.json").read_bytes() == before
+
+
+def test_a_shape_needs_both_configs_and_takes_nothing_that_a_loaded_pair_has(call, tmp_path):
+    file = tmp_path / "costs.json"
+    code, _, err = call("costs", "--out", file, "--shape", "config.json")
+    assert code == 1 and "--shape and --draft-shape go together" in err
+    both = ("--shape", "t.json", "--draft-shape", "d.json")
+    code, _, err = call("costs", "--out", file, *both, "--pair", "smollm2")
+    assert code == 1 and "random weights in torch; leave out pair" in err

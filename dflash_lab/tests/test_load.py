@@ -17,7 +17,7 @@ from dflash_lab.tests.toys import END, byte_tokenizer, scripted_pair
 
 
 def test_an_unknown_pair_is_one_line_that_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"no pair 'smolm'; known is 'smollm2'"):
+    with pytest.raises(ValueError, match=r"no pair 'smolm'; known are 'smollm2', 'tiny'"):
         dl.load_pair("smolm")
 
 

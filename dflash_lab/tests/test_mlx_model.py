@@ -81,6 +81,8 @@ def test_proposals_and_choices_are_those_of_the_torch_twin(form):
     drafted, finite = network.propose(states, lambda rows: rows @ head.T, anchor)
     made = twin.propose(as_mlx(states), lambda rows: rows @ as_mlx(head).T, as_mlx(anchor))
     assert (made[0].tolist(), made[1].item()) == (drafted.tolist(), finite.item())
+    logits = torch.randn(7, 512) * 5
+    same(twin.confidences(as_mlx(logits)), network.confidences(logits))
     chosen = network.choose(states, lambda rows: rows @ head.T, previous)
     again = twin.choose(as_mlx(states), lambda rows: rows @ as_mlx(head).T, as_mlx(previous))
     assert again.tolist() == chosen.tolist()

@@ -120,7 +120,12 @@ def test_proposals_are_slots_1_and_on_and_slot_0_is_never_one(monkeypatch, toy, 
     monkeypatch.setattr(pair.models.target, "head", head)
     session = MlxSession(pair.models.target, Slots(pair.draft_config), None)
     session.prefill(toy.prompts[0])
-    assert session.draft(7, 8).tokens.tolist() == [[7, *range(101, 108)]]
+    block = session.draft(7, 8)
+    assert block.tokens.tolist() == [[7, *range(101, 108)]]
+    sure = np.e / (np.e + 511)  # one logit of 1 among 511 of 0
+    np.testing.assert_allclose(session.confidences(block), [sure] * 7, 1e-5)
+    assert session.confidences(session.draft(7, 1)) == []
+    assert len(session.verify(block, rows=3).posterior) == 3
 
 
 def test_plain_decoding_captures_no_features(toy, pair, monkeypatch):

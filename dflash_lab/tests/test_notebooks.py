@@ -9,6 +9,7 @@ import nbformat
 import pytest
 
 import dflash_lab
+from dflash_lab.load import EMBEDDED
 
 ROOT = Path(dflash_lab.__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -152,8 +153,9 @@ def test_each_fault_of_a_notebook_is_noticed(damage):
     assert len(faults(damaged)) == 1
 
 
-def test_the_first_notebook_and_the_explorer_are_there():
-    assert {"00_start_here", "05_explorer"} <= {path.stem for path in NOTEBOOKS}
+def test_the_notebooks_of_the_readme_are_there():
+    names = {path.stem for path in NOTEBOOKS}
+    assert set(re.findall(r"notebooks/(\w+)\.ipynb", (ROOT / "README.md").read_text())) == names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -164,15 +166,18 @@ def test_a_notebook_is_clean(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_shows_the_embedded_pair_unless_told_otherwise(path):
+def test_a_notebook_shows_a_pair_that_comes_along_unless_told_otherwise(path):
     (cell,) = tagged(nbformat.read(path, as_version=4), "parameters")
-    assert assigned(cell)["pair"] == "smollm2"
+    assert assigned(cell)["pair"] in EMBEDDED
     assert str(assigned(cell)["results"]).startswith("../results")
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
 def executed(request, tmp_path_factory) -> Path:
-    """The folder in which one notebook ran: its copy with outputs, and what it wrote."""
+    """The folder in which one notebook ran: its copy with outputs, and what it wrote.
+
+    As it stands, but on the tiny pair: what the embedded one needs more is time.
+    """
     import papermill
 
     folder = tmp_path_factory.mktemp(request.param.stem)
@@ -180,7 +185,7 @@ def executed(request, tmp_path_factory) -> Path:
     papermill.execute_notebook(
         str(request.param),
         str(folder / "notebooks" / "executed.ipynb"),
-        parameters={"results": str(folder / "results")},
+        parameters={"results": str(folder / "results"), "pair": "tiny"},
         kernel_name="python3",
         cwd=str(folder / "notebooks"),
         execution_timeout=CELL_LIMIT_S,
@@ -200,21 +205,19 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
     )
 
 
-@pytest.mark.slow
 def test_a_notebook_runs_from_top_to_bottom_and_shows_pictures(executed):
     notebook = nbformat.read(executed / "notebooks" / "executed.ipynb", as_version=4)
     assert all(cell.execution_count for cell in code_cells(notebook) if cell.source.strip())
     assert pictures(notebook) >= 1
 
 
-@pytest.mark.slow
-def test_a_notebook_writes_finished_cells_below_results_and_nothing_elsewhere(executed):
-    assert list((executed / "results").rglob("cells/*/cell.json"))
+def test_a_notebook_writes_below_results_and_nothing_elsewhere(executed):
+    finished = [*(executed / "results").rglob("cell.json")]
+    assert finished or list((executed / "results").rglob("training.json"))
     assert [path.name for path in (executed / "notebooks").iterdir()] == ["executed.ipynb"]
     assert {path.name for path in executed.iterdir()} == {"notebooks", "results"}
 
 
-@pytest.mark.slow
 def test_an_exported_notebook_shows_pictures_where_it_had_sliders(executed):
     from nbconvert import HTMLExporter
 

@@ -50,6 +50,7 @@ IMPORTED = (
     Names("pyarrow", "pyarrow", "pyarrow"),
     Names("rich", "rich", "rich"),
     Names("safetensors", "safetensors", "safetensors"),
+    Names("tokenizers", "tokenizers", "tokenizers"),
     Names("torch", "torch", "pytorch"),
     Names("transformers", "transformers", "transformers"),
     Names("typer", "typer", "typer"),
@@ -69,8 +70,8 @@ FOR_TESTS = (
     Names("packaging", "packaging", None),
     Names("playwright", "playwright", None),
     Names("pytest", "pytest", None),
+    Names("xdist", "pytest-xdist", None),
     Names("ruff", "ruff", None),
-    Names("tokenizers", "tokenizers", None),
     Names("yaml", "pyyaml", None),
 )
 CORE = (*IMPORTED, *USED_ONLY)

@@ -66,7 +66,16 @@ def single(tmp_path_factory):
 def words(fig):
     """Every text of a drawn figure that is not empty."""
     FigureCanvasAgg(fig).draw()
-    return [text for text in fig.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    beyond = set(beyond_the_axes(fig))
+    texts = (text for text in fig.findobj(Text) if text not in beyond)
+    return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+def beyond_the_axes(fig):
+    """Labels of ticks past the ends of their axis: matplotlib keeps them and draws them not."""
+    for axis in (axis for axes in fig.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        yield from (t.label1 for t in axis.get_major_ticks() if not low <= t.get_loc() <= high)
 
 
 def said(fig):

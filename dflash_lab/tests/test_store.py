@@ -433,7 +433,7 @@ def test_a_damaged_file_is_named_in_one_line_with_the_way_out(tmp_path, name):
     folder = finished(tmp_path)
     read(tmp_path)
     damage(folder / file)
-    with pytest.raises(DamagedCell, match=r"Remove the cell's folder; the next sweep") as caught:
+    with pytest.raises(DamagedCell, match=r"Remove its folder; the next run makes it") as caught:
         read(tmp_path)
     assert str(folder / file) in str(caught.value)
     assert "\n" not in str(caught.value)

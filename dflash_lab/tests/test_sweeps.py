@@ -325,6 +325,21 @@ def test_the_order_of_cells_is_rotated_from_prompt_to_prompt(tmp_path, prompts):
         assert [row["cell"] for row in one] == [*first[place % 4 :], *first[: place % 4]]
 
 
+def test_the_first_cell_is_measured_again_last_of_all_and_is_no_cell(tmp_path, prompts):
+    config, out = small(prompts, first_again=True), tmp_path / "run"
+    pair = calm()
+    run = sweep(config, out, pair=pair)
+    assert len(run.cells) == 4
+    again = run.check("first_again")
+    assert again["cell"] == min(run.cells, key=lambda cell: cell.summary["first_order"]).id
+    assert [row["prompt_id"] for row in again["prompts"]] == [f"p{n}" for n in range(5)]
+    last = max(cell.summary["last_order"] for cell in run.cells)
+    assert [row["order"] for row in again["prompts"]] == list(range(last + 1, last + 6))
+    sessions = len(pair.models.sessions)
+    sweep(config, out, pair=pair)
+    assert len(pair.models.sessions) == sessions  # nothing was new, so nothing can have drifted
+
+
 def test_every_shape_is_warmed_up_before_the_first_decode_that_counts(tmp_path, prompts):
     pair = calm()
     sweep(small(prompts, library_baseline=True), tmp_path / "run", pair=pair)

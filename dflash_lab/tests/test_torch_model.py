@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dflash_lab.backends.torch_anchors import accepted_counts, walk
 from dflash_lab.backends.torch_model import (
     ContextCache,
     DraftNetwork,
@@ -296,46 +295,6 @@ def test_a_windowed_cache_stays_bounded_over_4000_tokens():
         sizes.add(cache.allocated_bytes)
     assert len(cache) == 64
     assert max(sizes) <= 2 * 2 * (64 + 4) * 2 * 16 * 4
-
-
-@pytest.mark.parametrize("form", ["full", "dflash 2"])
-def test_the_batched_anchor_pass_counts_leading_matches_and_stops_at_the_texts_end(form):
-    net = network(**FORMS[form])
-    embedding, head = torch.nn.Embedding(512, 64), torch.nn.Linear(64, 512, bias=False)
-    torch.nn.init.normal_(head.weight, std=0.5)
-    tokens, features = torch.randint(0, 511, (30,)), torch.randn(30, 128)
-    positions = torch.arange(29)
-    context = net.context(features[None, :29], positions)
-    drafted = {}
-    for anchor in range(10, 29):
-        block = torch.full((1, 8), net.config.mask_token)
-        block[0, 0] = tokens[anchor]
-        embedded = net.embed(embedding, block)[None]
-        states = net(embedded, torch.tensor([[anchor]]), context, positions)
-        drafted[anchor], _ = net.propose(states[0, 0, 1:], head, tokens[anchor])
-    # Make some anchors agree with the text for a while: the text then follows the draft.
-    counts = []
-    for anchor in range(10, 29):
-        matches = 0
-        for k in range(1, 8):
-            if anchor + k > 29 or int(drafted[anchor][k - 1]) != int(tokens[anchor + k]):
-                break
-            matches += 1
-        counts.append(matches)
-    found = accepted_counts(net, embedding, head, features, tokens, 10, 8, anchors_at_once=5)
-    assert found == counts
-
-    tokens[12:16] = drafted[11][:4]  # features stand still, so anchor 11 now matches four or more
-    found = accepted_counts(net, embedding, head, features, tokens, 10, 8, anchors_at_once=5)
-    assert found[1] >= 4
-
-
-@pytest.mark.parametrize(
-    ("counts", "visited"),
-    [([0, 0, 0], [0, 0, 0]), ([2, 5, 5], [2]), ([1, 9, 0], [1, 0]), ([3, 0, 0], []), ([], [])],
-)
-def test_a_walk_visits_what_decoding_would_and_leaves_the_cut_block_out(counts, visited):
-    assert walk(counts) == visited
 
 
 def test_a_draft_folder_is_read_strictly(tmp_path):

@@ -14,6 +14,7 @@ def block(accepted, emitted=None, size=4, seconds=0.5):
         index=0,
         start=5,
         anchor=1,
+        block_size=size,
         verdict=Verdict(drafted=drafted, posterior=posterior),
         accepted=accepted,
         emitted=accepted + 1 if emitted is None else emitted,

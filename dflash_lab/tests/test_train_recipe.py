@@ -8,6 +8,8 @@ import pandas as pd
 import pytest
 
 from dflash_lab.load import ModelUnavailable, load_pair
+from dflash_lab.tests.toys import byte_tokenizer
+from dflash_lab.train.export import pick_mask_token, pick_taps
 from dflash_lab.train.fit import FitConfig
 from dflash_lab.train.recipe import TrainConfig, train_draft
 
@@ -122,6 +124,25 @@ def test_another_targets_work_is_refused(settings, trained, qwen3_toy):
     other = replace(settings, target=str(qwen3_toy.target))
     with pytest.raises(ValueError, match="work for another target"):
         train_draft(other, lambda line: None)
+
+
+def test_taps_are_different_layers_of_the_target_and_evenly_spaced_where_there_is_room():
+    assert pick_taps(30) == (1, 8, 14, 20, 27)
+    assert (pick_taps(4), pick_taps(2), pick_taps(1)) == ((0, 1, 2), (0,), (0,))
+    for layers in range(1, 80):
+        taps = pick_taps(layers)
+        assert len(set(taps)) == len(taps) and 0 <= min(taps) <= max(taps) < layers
+
+
+def test_the_mask_is_a_token_that_no_row_holds():
+    tokenizer = byte_tokenizer()
+    used = set(range(300))
+    mask = pick_mask_token(tokenizer, 512, used)
+    assert mask not in used | {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    assert pick_mask_token(tokenizer, len(tokenizer) + 8, used) == len(tokenizer)
+    assert pick_mask_token(None, 512, used) == 511
+    with pytest.raises(ValueError, match="every one of the target's 300 tokens"):
+        pick_mask_token(None, 300, used)
 
 
 def test_settings_are_checked():

@@ -111,7 +111,7 @@ def run_and_kill(folder, toy, target, passes):
     """Write until a kill after some passes; whether it came. Nothing is saved after the kill."""
     left, disk = iter(range(passes)), {}
 
-    def enough(shards, pending):
+    def enough(tokens):
         if next(left, None) is None:
             disk.update({path: path.read_bytes() for path in folder.iterdir()})
             raise Killed
@@ -179,7 +179,7 @@ def test_what_the_target_wrote_becomes_a_prompt_or_is_left_out():
     assert prompt("length").text == "Solve:\ndef add(a, b) gives the sum of two numbers.\n```"
     assert prompt("end", [*ids, END]).text.endswith("And th\n```")
     assert prompt("loop") is None
-    assert prompt("end", [*tokenizer("x")["input_ids"], END]) is None
+    assert prompt("end", [*tokenizer("x")["input_ids"], END]) is None  # two tokens
     assert prompt("length").source == "code"
     assert whole_sentences("no end") == "no end"
 

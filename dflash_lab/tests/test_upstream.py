@@ -13,6 +13,7 @@ import transformers
 from dflash_lab import DecodeConfig, decode, load_pair
 from dflash_lab.backends.torch_model import load_network
 from dflash_lab.checkpoint import read_draft_config
+from dflash_lab.load import EMBEDDED
 from dflash_lab.tests.drafts import SECOND, TWO, F, S, save_random
 from dflash_lab.tests.toys import draft_json
 
@@ -370,3 +371,21 @@ def test_tokens_and_every_drafted_token_equal_those_of_transformers(
     assert [block.drafted for block in trace.blocks][: len(blocks)] == blocks
     assert len(blocks) >= len(trace.blocks) - 1
     assert len({block.accepted for block in trace.blocks}) > 2
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+@torch.inference_mode()
+def test_the_drafts_trained_here_load_in_upstreams_code_and_draft_the_same(name, upstream):
+    folder = EMBEDDED[name]
+    config = read_draft_config(folder)
+    network, other = ours(folder), upstream.DFlashDraftModel.from_pretrained(folder)
+    other = other.float().eval()
+    maker = torch.Generator().manual_seed(3)
+    fused = len(config.target_layer_ids) * config.hidden_size
+    features = torch.randn(1, 40, fused, generator=maker)
+    embedded = torch.randn(1, config.block_size, config.hidden_size, generator=maker)
+    mine, others = (states_of(one, features, embedded) for one in (network, other))
+    # Trained norms are large, and rounding grows with them: 1e-5 of the largest state.
+    assert (mine - others).abs().max() < 1e-5 * others.abs().max()
+    head = torch.randn(config.vocab_size, config.hidden_size, generator=maker)
+    assert torch.equal((mine @ head.T).argmax(-1), (others @ head.T).argmax(-1))

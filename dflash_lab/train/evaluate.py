@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from dflash_lab.analyse import draw_prompts, intervals, repetition
-from dflash_lab.backends.torch_anchors import accepted_counts, walk
+from dflash_lab.backends.torch_anchors import TorchAnchors, text_context, walk
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.backends.torch_target import TorchTarget
 from dflash_lab.train.generate import Text, Writer
@@ -63,17 +63,12 @@ def acceptance(
         ids = (*text.prompt_ids, *text.tokens)
         tokens = torch.tensor(ids, device=target.device)
         _, features = target.read(tokens[None], network.config.target_layer_ids)
+        context = text_context(network, features[0], len(ids))
+        anchors = TorchAnchors(
+            network, target.embedding, target.head, context, tokens, len(text.prompt_ids)
+        )
         for size in block_sizes:
-            counts = accepted_counts(
-                network,
-                target.embedding,
-                target.head,
-                features[0],
-                tokens,
-                len(text.prompt_ids),
-                size,
-            )
-            accepted = walk(counts)
+            accepted = walk(anchors.accepted(range(len(text.tokens) - 1), size, None))
             rows.append(
                 {
                     "prompt": text.index,

@@ -20,12 +20,14 @@ TAPS = 5
 
 
 def pick_taps(target_layers: int) -> tuple[int, ...]:
-    """Five evenly spaced layers, fewer where the target is too small for five different ones."""
-    for count in range(min(TAPS, target_layers), 1, -1):
-        taps = default_taps(target_layers, count)
-        if len(set(taps)) == count and min(taps) >= 0 and max(taps) < target_layers:
-            return taps
-    return (target_layers // 2,)
+    """Five evenly spaced layers; of a target too small for that, its last ones before the last.
+
+    The very last layer is left out: other engines read it after the final norm.
+    """
+    taps = default_taps(target_layers, TAPS)
+    if len(set(taps)) == TAPS and min(taps) >= 0:
+        return taps
+    return tuple(range(max(0, target_layers - 1 - TAPS), max(1, target_layers - 1)))
 
 
 def pick_mask_token(tokenizer: Any, vocabulary: int, used: set[int]) -> int:

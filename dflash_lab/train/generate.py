@@ -43,7 +43,7 @@ class Text:
     index: int
     prompt_ids: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)  # may begin with what an earlier run wrote
-    stop: str = ""  # "end", "loop" or "length"
+    stop: str = ""  # "end", "loop", "length" or, given up, "time"
 
 
 class Writer:
@@ -83,6 +83,13 @@ class Writer:
                     return
                 continue
             yield self._step(memory)
+
+    def give_up(self) -> list[Text]:
+        """The texts under way, ended where they are."""
+        ended, self.active = self.active, []
+        for text in ended:
+            text.stop = "time"
+        return ended
 
     def _begin(self, fresh: Sequence[Text], memory: _Memory) -> list[Text]:
         """Prefill new texts, those of like length together."""

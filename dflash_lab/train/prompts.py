@@ -19,7 +19,7 @@ OPENINGS = DATA / "prompts" / "openings.jsonl"
 MARK = "\x00user\x00"  # stands for the user's turn, to find where a template puts it
 WRITTEN = Sampling(temperature=0.9, top_p=0.95)
 LONGEST = 96  # new tokens
-FEWEST_WORDS = 4
+FEWEST_TOKENS = 4  # written after the opening
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class PromptWriter:
         written = opening.opening + self.tokenizer.decode(tokens)
         if text.stop != "end":
             written = whole_sentences(written)
-        if text.stop == "loop" or len(words(written)) < FEWEST_WORDS or "<|" in written:
+        if text.stop == "loop" or len(text.tokens) < FEWEST_TOKENS or "<|" in written:
             return None
         full = opening.before + written.strip() + opening.closing
         return TrainingPrompt(
@@ -111,7 +111,9 @@ def without_repeats(prompts: Iterable[TrainingPrompt]) -> Iterator[TrainingPromp
     """Each wording once: case, spaces and punctuation make no other prompt."""
     seen: set[tuple[Any, ...]] = set()
     for prompt in prompts:
-        key = tuple(words(prompt.text)) or prompt.ids
+        # A toy's text may hold no words at all.
+        said = tuple(words(prompt.text))
+        key = said if len(said) > 2 else (prompt.text, prompt.ids)
         if key not in seen:
             seen.add(key)
             yield prompt

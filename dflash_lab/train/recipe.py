@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dflash_lab.backends.torch_session import end_tokens, pick_device, pick_dtyp
 from dflash_lab.backends.torch_target import TorchTarget, load_target
 from dflash_lab.checkpoint import parse_draft_config
 from dflash_lab.config import one_of, whole
-from dflash_lab.load import TARGET_FILES, load_tokenizer, resolve, target_fingerprint
+from dflash_lab.load import find_target, load_tokenizer, target_fingerprint
 from dflash_lab.prompts import DATA
 from dflash_lab.train.evaluate import evaluate, question, questions, tau_table
 from dflash_lab.train.export import (
@@ -57,13 +58,15 @@ from dflash_lab.train.rows import (
     split,
     usable,
 )
-from dflash_lab.train.shards import Shards, read_shards, write_shards
+from dflash_lab.train.shards import Shards, named_by, read_shards, write_shards
 
 STAGES = ("prompts", "answers", "features", "fit")
 # Of `minutes`: prompts, answers, features end at these shares; the fit takes the rest.
 ENDS = {"prompts": 0.1, "answers": 0.5, "features": 0.6, "fit": 0.92}
 BYTES_A_TOKEN = 2  # of a compressed shard, about
 FEWEST_ROWS = 4
+SEED = 1  # of the order in which openings come
+LEAST_TOKENS = 2000  # of a stage: with less, time being up does not end it
 
 Say = Callable[[str], None]
 
@@ -72,7 +75,7 @@ Say = Callable[[str], None]
 class TrainConfig:
     """What to train, on what, and for how long."""
 
-    target: str  # a model folder or a hub id
+    target: str  # a model folder, a hub id, or the name of a pair that comes along
     out: str  # the draft's folder
     work: str | None = None  # shards, features, checkpoints; by default `out` with `.work` behind
     prompts: tuple[str, ...] = ()  # .jsonl, .jsonl.gz or .parquet files, or hub data sets
@@ -118,10 +121,28 @@ def train_draft(config: TrainConfig, say: Say = print) -> Path | None:
     for prompts or rows that cannot, OSError for too small a disk, LossNotFinite for a loss
     that is not finite. Run it again to go on: at most a minute of work is lost.
     """
+    state = PartialState(cpu=config.device == "cpu")
     # With several processes the first prepares everything, and the others find it done.
-    with PartialState(cpu=config.device == "cpu").main_process_first():
-        recipe = _Recipe(config, say if PartialState().is_main_process else lambda line: None)
-        return recipe.run()
+    with state.main_process_first():
+        recipe = _Recipe(config, say if state.is_main_process else lambda line: None)
+        prepared = recipe.prepare()
+    if prepared is None:
+        return None
+    network, curve = recipe.fit(prepared)
+    return recipe.write(prepared, network, curve) if state.is_main_process else Path(config.out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What the fit needs."""
+
+    train: list[Row]
+    held_out: list[Row]
+    counts: RowCounts
+    cache: FeatureCache
+    raw: dict[str, Any]  # the draft's config.json
+    network: DraftNetwork
+    settings: FitConfig
 
 
 class _Recipe:
@@ -129,7 +150,7 @@ class _Recipe:
 
     def __init__(self, config: TrainConfig, say: Say):
         self.config, self.say, self.work = config, say, config.work_folder
-        folder = resolve(config.target, None, "target", TARGET_FILES)
+        folder = find_target(config.target, progress=say)
         self.folder, self.tokenizer = folder, load_tokenizer(folder)
         self.sources = [(name, _read_prompts(name)) for name in config.prompts]
         self.closed = [*_bundled_texts(), *_texts_of(config.forbidden), *_texts_of(config.evaluate)]
@@ -143,7 +164,8 @@ class _Recipe:
         self.began = time.monotonic()
         self.plan = _Plan(self.work, self._name())
 
-    def run(self) -> Path | None:
+    def prepare(self) -> _Prepared | None:
+        """All stages before the fit, each of which is skipped where it is done."""
         prompts = self._prompts()
         if self.config.until == "prompts":
             return None
@@ -156,8 +178,54 @@ class _Recipe:
         cache = self._features([*train, *held_out], raw["dflash_config"]["target_layer_ids"])
         if self.config.until == "features":
             return None
-        network, curve, settings = self._fit(train, held_out, cache, raw)
-        return self._write(network, curve, settings, raw, counts, len(held_out))
+        torch.manual_seed(self.config.fit.seed)
+        network = DraftNetwork(parse_draft_config(raw))
+        copied = warm_start(network, self.target)
+        network.to(self.target.device)
+        self.say(f"warm start: {copied} of {len(network.state_dict())} tensors from the target")
+        return _Prepared(
+            train=train,
+            held_out=held_out,
+            counts=counts,
+            cache=cache,
+            raw=raw,
+            network=network,
+            settings=self._settings(network, train, cache),
+        )
+
+    def fit(self, prepared: _Prepared) -> tuple[DraftNetwork, list[dict[str, Any]]]:
+        """The trained network and its curve; the stage that several processes share."""
+        network, settings = prepared.network, prepared.settings
+        measure = held_out_survival(
+            self.target,
+            prepared.held_out,
+            prepared.cache,
+            len(prepared.train),
+            settings.evaluation_block,
+        )
+        batches = Batches(prepared.train, prepared.cache, settings, self.vocabulary)
+        curve = fit(self.work / "fit", network, self.target, batches, measure, settings, self.say)
+        return network.eval(), curve
+
+    def write(
+        self, prepared: _Prepared, network: DraftNetwork, curve: list[dict[str, Any]]
+    ) -> Path:
+        """The draft's folder: weights, configuration, curve, evaluation, card."""
+        out = Path(self.config.out)
+        write_draft(out, network, prepared.raw)
+        taus = None
+        if self.config.evaluate and self.tokenizer is not None:
+            wide = load_target(self.folder, torch.float32, self.target.device)
+            network.float()
+            files = [Path(name) for name in self.config.evaluate]
+            frame = evaluate(network, wide, self.tokenizer, files, self.stops)
+            frame.to_parquet(out / "evaluation.parquet", index=False)
+            taus = tau_table(frame)
+        facts = self._facts(prepared)
+        write_manifest(out, prepared.counts, curve, facts)
+        (out / "README.md").write_text(card(facts, prepared.counts, taus, self._command()))
+        self.say(f"draft: {out}")
+        return out
 
     # --- stages -----------------------------------------------------------------------------
 
@@ -171,7 +239,7 @@ class _Recipe:
         wanted = self.config.written_prompts
         if not wanted:
             return list(without_repeats(given))
-        writer = PromptWriter(self.tokenizer, self.vocabulary, read_openings(), seed=0)
+        writer = PromptWriter(self.tokenizer, self.vocabulary, read_openings(), SEED)
         shards = Shards(
             self.work / "prompts",
             {"of": self._name(), "longest": LONGEST, **asdict(WRITTEN)},
@@ -181,8 +249,8 @@ class _Recipe:
         self._announce("prompts", left * LONGEST * 6 // 10, "prompts")
         if left > 0 and not self.plan.ended("prompts"):
             engine = Writer(self.target, LONGEST, self.stops, WRITTEN, slots=self.config.slots)
-            enough = self._enough("prompts", lambda s, pending: len(s.done) >= wanted)
-            write_shards(shards, engine, writer.texts(), enough, self.say)
+            texts = islice(writer.texts(), wanted)
+            write_shards(shards, engine, texts, self._enough("prompts"), self.say)
             self.plan.end("prompts")
         written = sorted(read_shards(shards.folder), key=lambda text: text.index)
         made = list(without_repeats([*given, *filter(None, map(writer.prompt, written))]))
@@ -203,9 +271,8 @@ class _Recipe:
         engine = Writer(
             self.target, self.config.max_new_tokens, self.stops, sampling, self.config.slots
         )
-        texts = (Text(index=index, prompt_ids=prompt.ids) for index, prompt in enumerate(prompts))
-        enough = self._enough("answers", lambda s, pending: s.tokens + pending >= goal)
-        write_shards(shards, engine, texts, enough, self.say)
+        texts = (Text(index=named_by(prompt.ids), prompt_ids=prompt.ids) for prompt in prompts)
+        write_shards(shards, engine, texts, self._enough("answers", goal), self.say)
         self.plan.end("answers")
 
     def _rows(self, prompts: Sequence[TrainingPrompt]) -> tuple[list[Row], RowCounts]:
@@ -228,15 +295,12 @@ class _Recipe:
         for name in self.config.rows:
             yield from imported_rows(Path(name), self.tokenizer)
         if self.config.answer_tokens:
-            texts = sorted(read_shards(self._answer_shards().folder), key=lambda text: text.index)
-            for text in texts:
-                prompt = prompts[text.index]
-                if prompt.ids != text.prompt_ids:
-                    raise ValueError(
-                        f"answer {text.index} in {self.work} belongs to another prompt: the prompt "
-                        "files changed since. Delete its folder `answers` or name another --work."
-                    )
-                yield Row(prompt=prompt.text, prompt_ids=prompt.ids, answer_ids=tuple(text.tokens))
+            said = {prompt.ids: prompt.text for prompt in prompts}
+            for text in sorted(read_shards(self._answer_shards().folder), key=lambda t: t.index):
+                prompt = said.get(text.prompt_ids)
+                if prompt is None:  # answered by an earlier run with other prompts
+                    prompt = self.tokenizer.decode(text.prompt_ids) if self.tokenizer else ""
+                yield Row(prompt=prompt, prompt_ids=text.prompt_ids, answer_ids=tuple(text.tokens))
 
     def _features(self, rows: Sequence[Row], taps: Sequence[int]) -> FeatureCache:
         """The target's features of all rows, on disk."""
@@ -244,26 +308,6 @@ class _Recipe:
         positions = sum(len(row.prompt_ids) + len(row.answer_ids) for row in rows)
         self._tell("features", positions / self._reading_speed(), cached_bytes(rows, fused))
         return cache_features(self.work / "features", rows, self.target, taps, self._now_and_then())
-
-    def _fit(
-        self,
-        train: Sequence[Row],
-        held_out: Sequence[Row],
-        cache: FeatureCache,
-        raw: dict[str, Any],
-    ) -> tuple[DraftNetwork, list[dict[str, Any]], FitConfig]:
-        torch.manual_seed(self.config.fit.seed)
-        network = DraftNetwork(parse_draft_config(raw))
-        copied = warm_start(network, self.target)
-        network.to(self.target.device)
-        self.say(f"warm start: {copied} of {len(network.state_dict())} tensors from the target")
-        settings = self._settings(network, train, cache)
-        measure = held_out_survival(
-            self.target, held_out, cache, len(train), settings.evaluation_block
-        )
-        batches = Batches(train, cache, settings, self.vocabulary)
-        curve = fit(self.work / "fit", network, self.target, batches, measure, settings, self.say)
-        return network.eval(), curve, settings
 
     def _settings(
         self, network: DraftNetwork, train: Sequence[Row], cache: FeatureCache
@@ -291,31 +335,6 @@ class _Recipe:
         self._tell("fit", steps * seconds * 1.1, 3 * 4 * 4 * network.config.parameters)
         self.plan.put("fit", asdict(settings))
         return settings
-
-    def _write(
-        self,
-        network: DraftNetwork,
-        curve: list[dict[str, Any]],
-        settings: FitConfig,
-        raw: dict[str, Any],
-        counts: RowCounts,
-        held_out: int,
-    ) -> Path:
-        out = Path(self.config.out)
-        write_draft(out, network, raw)
-        taus = None
-        if self.config.evaluate and self.tokenizer is not None:
-            wide = load_target(self.folder, torch.float32, self.target.device)
-            network.float()
-            files = [Path(name) for name in self.config.evaluate]
-            frame = evaluate(network, wide, self.tokenizer, files, self.stops)
-            frame.to_parquet(out / "evaluation.parquet", index=False)
-            taus = tau_table(frame)
-        facts = self._facts(raw, network, settings, held_out)
-        write_manifest(out, counts, curve, facts)
-        (out / "README.md").write_text(card(facts, counts, taus, self._command()))
-        self.say(f"draft: {out}")
-        return out
 
     # --- what the stages share --------------------------------------------------------------
 
@@ -367,13 +386,18 @@ class _Recipe:
             f"{seconds / 60:.1f} min and {size / 1e6:.0f} MB in {self.work}"
         )
 
-    def _enough(
-        self, stage: str, reached: Callable[[Shards, int], bool]
-    ) -> Callable[[Shards, int], bool]:
-        if self.config.minutes is None:
-            return reached
-        until = self.began + 60 * self.config.minutes * ENDS[stage]
-        return lambda shards, pending: reached(shards, pending) or time.monotonic() > until
+    def _enough(self, stage: str, goal: int | None = None) -> Callable[[int], bool]:
+        """Whether a stage may end with so many tokens: its goal is reached, or its time is up."""
+        until = None
+        if self.config.minutes is not None:
+            until = self.began + 60 * self.config.minutes * ENDS[stage]
+
+        def enough(tokens: int) -> bool:
+            reached = goal is not None and tokens >= goal
+            late = until is not None and time.monotonic() > until
+            return reached or (late and tokens >= LEAST_TOKENS)
+
+        return enough
 
     def _reading_speed(self) -> float:
         ids = torch.zeros(4, 256, dtype=torch.long, device=self.target.device)
@@ -393,20 +417,18 @@ class _Recipe:
 
         return tell
 
-    def _facts(
-        self, raw: dict[str, Any], network: DraftNetwork, settings: FitConfig, held_out: int
-    ) -> dict[str, Any]:
+    def _facts(self, prepared: _Prepared) -> dict[str, Any]:
         return {
             "target": self.config.target,
             "target_fingerprint": target_fingerprint(self.folder),
             "license": _license(self.folder),
             "layers": self.config.layers,
             "block_size": self.config.block_size,
-            "taps": raw["dflash_config"]["target_layer_ids"],
-            "mask_token": raw["dflash_config"]["mask_token_id"],
-            "parameters": network.config.parameters,
-            "held_out": held_out,
-            "fit": asdict(settings),
+            "taps": prepared.raw["dflash_config"]["target_layer_ids"],
+            "mask_token": prepared.raw["dflash_config"]["mask_token_id"],
+            "parameters": prepared.network.config.parameters,
+            "held_out": len(prepared.held_out),
+            "fit": asdict(prepared.settings),
         }
 
     def _command(self) -> str:

@@ -97,7 +97,8 @@ def usable(
         start = loop_start(row.answer_ids)
         answer = row.answer_ids[:start]
         counts.loops_cut += start is not None
-        name = tuple(words(row.prompt)) or row.prompt_ids
+        said = tuple(words(row.prompt))
+        name = said if len(said) > 2 else (row.prompt, row.prompt_ids)
         grams = ngram_hashes(row.prompt)
         if len(answer) < shortest:
             counts.too_short += 1

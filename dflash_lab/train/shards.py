@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Shards:
         """Append finished texts, and remember the others as they stand."""
         self.open_texts += finished
         self.done |= {text.index for text in finished}
-        self.tokens += sum(len(text.tokens) for text in finished)
+        self.tokens += _tokens(finished)
         while self.open_texts:
             part = self.open_texts[:ROWS_A_SHARD]
             self._write(self.folder / f"shard-{self.count:05d}.parquet", part)
@@ -79,6 +80,11 @@ class Shards:
         os.replace(beside, path)
 
 
+def named_by(ids: Sequence[int]) -> int:
+    """An index for a prompt that stays the same whatever other prompts there are."""
+    return zlib.crc32(" ".join(map(str, ids)).encode()) >> 1
+
+
 def read_shards(folder: Path) -> Iterator[Text]:
     """Every finished text of a folder."""
     for path in _shard_files(folder):
@@ -89,10 +95,10 @@ def write_shards(
     shards: Shards,
     writer: Writer,
     texts: Iterable[Text],
-    enough: Callable[[Shards, int], bool],
+    enough: Callable[[int], bool],
     progress: Callable[[str], None],
 ) -> None:
-    """Write what is missing until the texts run out or `enough(shards, pending tokens)` says so.
+    """Write what is missing until the texts run out or `enough(tokens so far)` says so.
 
     Saves every 20 s and when it is interrupted, so that no more than that is ever lost.
     """
@@ -108,10 +114,15 @@ def write_shards(
                 finished, saved = [], now
                 speed = (shards.tokens - before) / (now - started)
                 progress(f"{len(shards.done)} texts, {shards.tokens} tokens, {speed:.0f} tokens/s")
-            if enough(shards, sum(len(text.tokens) for text in finished)):
+            if enough(shards.tokens + _tokens(finished) + _tokens(writer.active)):
+                finished += writer.give_up()
                 break
     finally:
         shards.save(finished, writer.active)
+
+
+def _tokens(texts: Iterable[Text]) -> int:
+    return sum(len(text.tokens) for text in texts)
 
 
 def _read(path: Path) -> Iterator[Text]:
