@@ -38,7 +38,7 @@ KEEP_TORCH =
 $(READY): again
 endif
 
-.PHONY: again setup pair demo test test-slow lint format lab report tiny-pair clean
+.PHONY: again setup pair demo test test-slow test-thorough lint format lab report tiny-pair clean
 
 setup: $(READY)
 
@@ -71,10 +71,13 @@ format: $(READY)
 	$(BIN)/python -m nbstripout --keep-id notebooks/*.ipynb
 
 test: lint pair
-	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not thorough" -n auto --dist loadfile
 
 test-slow: pair
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not thorough"
+
+test-thorough: pair
+	$(BIN)/python -m pytest -m thorough
 
 lab: pair
 	$(BIN)/python -m jupyterlab notebooks

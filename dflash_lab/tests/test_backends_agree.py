@@ -175,7 +175,14 @@ def embedded():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "window"), [(1, None), *((size, w) for size in (4, 8, 16) for w in (None, 16))]
+    ("size", "window"),
+    [
+        (8, 16),
+        *(
+            pytest.param(size, window, marks=pytest.mark.thorough)
+            for size, window in ((1, None), (4, None), (4, 16), (8, None), (16, None), (16, 16))
+        ),
+    ],
 )
 def test_the_embedded_pair_tells_one_story_in_both_backends(embedded, size, window):
     for prompt in load_prompts("mini")[:3]:

@@ -12,7 +12,7 @@ import pytest
 from dflash_lab.store import BLOCK_FILE, BLOCKS, CELL, PROMPT_FILE, PROMPTS, SCHEMA, cell_id
 from dflash_lab.tests.runs import prompt, provenance, request_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 PROMPTS_A_CELL, BLOCKS_A_PROMPT = 20, 50
 IDS = [f"p{i:02d}" for i in range(PROMPTS_A_CELL)]
 
