@@ -335,3 +335,22 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether many rows are multiplied faster in bfloat16 than in float32.
+
+    Measured, since a processor without instructions for it is many times slower, and not every
+    platform says what it has.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        left, right = (torch.ones(256, 1024, dtype=dtype, device=device) for _ in "ab")
+        taken = []
+        for _ in range(4):
+            began = time.perf_counter()
+            (left @ right.T).sum().item()  # waits for the device
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    return seconds(torch.bfloat16) < seconds(torch.float32)

@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jaxtyping import install_import_hook
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Set before torch is loaded: workers share the cores, more threads would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import dflash_lab.backends
 import dflash_lab.load

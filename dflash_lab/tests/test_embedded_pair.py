@@ -81,15 +81,14 @@ def test_no_evaluation_prompt_shares_13_words_with_the_training_prompts(name):
 @needs_datasets
 @pytest.mark.slow
 def test_the_manifest_and_the_answers_are_those_of_the_data_it_names():
-    from dflash_lab.train.__main__ import prompt_texts
-    from dflash_lab.train.rows import read_rows
+    from dflash_lab.train.rows import imported_rows, usable
 
     samples = [p for p in Path(DATASETS).glob("*/*.jsonl") if "selfgen" not in str(p)]
     bundled = Path(dl.prompts.DATA) / "prompts" / "mini.jsonl"
-    forbidden = [text for path in (*samples, bundled) for text in prompt_texts(path)]
+    forbidden = [t for path in (*samples, bundled) for t in texts_of(path) if isinstance(t, str)]
     tokenizer = dl.load_pair("smollm2").tokenizer
-    rows = Path(DATASETS) / "smollm2-selfgen" / "greedy-256.jsonl.gz"
-    _, counts = read_rows(rows, tokenizer, forbidden)
+    rows = imported_rows(Path(DATASETS) / "smollm2-selfgen" / "greedy-256.jsonl.gz", tokenizer)
+    _, counts = usable(rows, tokenizer, forbidden)
     assert counts.ngrams == manifest()
     assert (counts.used, counts.answer_tokens) == (
         training()["rows_used"],

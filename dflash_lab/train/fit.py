@@ -49,7 +49,7 @@ class FitConfig:
     soft: float = 0.5  # share of the loss against the target's likeliest tokens
     frequent: int = 6144  # tokens always in the loss's vocabulary; plus labels and a random part
     sampled: int = 2048
-    bfloat16: bool = True
+    bfloat16: bool = True  # the recipe takes it back where the device is slower with it
     seed: int = 0
     checkpoint_s: float = 45.0
     evaluate_every: int = 300
@@ -502,7 +502,12 @@ def fit(
 
 
 def held_out_survival(
-    target: TorchTarget, rows: Sequence[Row], cache: FeatureCache, first_index: int, block_size: int
+    target: TorchTarget,
+    rows: Sequence[Row],
+    cache: FeatureCache,
+    first_index: int,
+    block_size: int,
+    bfloat16: bool = True,
 ) -> Callable[[DraftNetwork], list[float]]:
     """A function that walks the held-out answers with the draft as it stands.
 
@@ -514,12 +519,12 @@ def held_out_survival(
         for offset, row in enumerate(rows):
             features, _, _ = cache.row(first_index + offset)
             tokens = torch.tensor(row.prompt_ids + row.answer_ids)
-            with torch.autocast(target.device.type, torch.bfloat16):
+            with torch.autocast(target.device.type, torch.bfloat16, enabled=bfloat16):
                 counts = accepted_counts(
                     network,
                     target.embedding,
                     target.head,
-                    features.to(target.device),
+                    features.to(target.device, torch.bfloat16 if bfloat16 else torch.float32),
                     tokens.to(target.device),
                     len(row.prompt_ids),
                     block_size,

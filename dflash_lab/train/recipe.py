@@ -16,7 +16,12 @@ import torch
 from accelerate import PartialState
 
 from dflash_lab.backends.torch_model import DraftNetwork
-from dflash_lab.backends.torch_session import end_tokens, pick_device, pick_dtype
+from dflash_lab.backends.torch_session import (
+    end_tokens,
+    fast_bfloat16,
+    pick_device,
+    pick_dtype,
+)
 from dflash_lab.backends.torch_target import TorchTarget, load_target
 from dflash_lab.checkpoint import parse_draft_config
 from dflash_lab.config import one_of, whole
@@ -93,7 +98,7 @@ class TrainConfig:
     block_size: int = 16
     taps: tuple[int, ...] | None = None
     mask_token: int | None = None
-    dtype: str = "auto"  # of the target; "auto" is bfloat16
+    dtype: str = "auto"  # of the target; "auto" is bfloat16 where that is faster
     device: str = "auto"
     until: str = "fit"  # the last stage to run
     fit: FitConfig = field(default_factory=FitConfig)
@@ -155,7 +160,9 @@ class _Recipe:
         self.sources = [(name, _read_prompts(name)) for name in config.prompts]
         self.closed = [*_bundled_texts(), *_texts_of(config.forbidden), *_texts_of(config.evaluate)]
         device = pick_device(config.device)
-        dtype = torch.bfloat16 if config.dtype == "auto" else pick_dtype(config.dtype, device)
+        self.bfloat16 = fast_bfloat16(device)
+        wanted = "bfloat16" if config.dtype == "auto" and self.bfloat16 else config.dtype
+        dtype = pick_dtype(wanted, device)
         self.target = load_target(folder, dtype, device)
         self.stops = frozenset(end_tokens(self.target.model)) | (
             {self.tokenizer.eos_token_id} - {None} if self.tokenizer is not None else frozenset()
@@ -202,6 +209,7 @@ class _Recipe:
             prepared.cache,
             len(prepared.train),
             settings.evaluation_block,
+            settings.bfloat16,
         )
         batches = Batches(prepared.train, prepared.cache, settings, self.vocabulary)
         curve = fit(self.work / "fit", network, self.target, batches, measure, settings, self.say)
@@ -323,6 +331,7 @@ class _Recipe:
             rows_a_step=min(self.config.fit.rows_a_step, len(train)),
             widths=_widths(self.config.fit.widths, limit),
             evaluation_block=min(self.config.fit.evaluation_block, limit),
+            bfloat16=self.config.fit.bfloat16 and self.bfloat16,
         )
         seconds = _step_seconds(
             network, self.target, Batches(train, cache, settings, self.vocabulary)

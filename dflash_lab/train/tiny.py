@@ -249,7 +249,7 @@ def examples(config: TinyConfig, tokenizer: Any) -> Iterator[tuple[list[int], li
     dice = random.Random(config.seed)
     turn = [END, NEWLINE, START, VOCABULARY["assistant"], NEWLINE]
     for number in itertools.count():
-        words = 2 + int(24 * dice.random() ** 4)
+        words = 2 + int(24 * dice.random() ** 3)
         if number < config.steps * config.texts_a_step / 3:
             words = dice.randint(2, 3)
         elif dice.random() < 0.03:
@@ -384,7 +384,7 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure(folder: Path) -> Measured:
+def measure(folder: Path, settings: Sequence[tuple[int, int | None]] = MEASURED) -> Measured:
     """Answer the bundled prompts and walk the answers with the draft, by block size and window."""
     cpu = torch.device("cpu")
     target = load_target(folder / "target", torch.float32, cpu)
@@ -393,7 +393,7 @@ def measure(folder: Path) -> Measured:
     tokenizer = load_tokenizer(folder / "target")
     asked = [prompt_ids(tokenizer, question.turns[0]) for question in load_prompts()]
     texts = greedy_texts(target, asked, LONGEST, frozenset({END}))
-    accepted: dict[tuple[int, int | None], list[int]] = {setting: [] for setting in MEASURED}
+    accepted: dict[tuple[int, int | None], list[int]] = {setting: [] for setting in settings}
     for text in texts:
         ids = torch.tensor([*text.prompt_ids, *text.tokens])
         features = target.read(ids[None], config.target_layer_ids)[1][0]
