@@ -488,6 +488,9 @@ def train(
     evaluate: Annotated[
         list[str] | None, typer.Option(help="JSONL of prompts for the card; may repeat.")
     ] = None,
+    framed_prompts: Annotated[
+        int | None, typer.Option(help="Requests about everyday things; 0 leaves them out.")
+    ] = None,
     written_prompts: Annotated[
         int | None, typer.Option(help="Prompts that the target writes itself.")
     ] = None,
@@ -539,6 +542,7 @@ def train(
     settings = given(
         work=work,
         minutes=minutes,
+        framed_prompts=framed_prompts,
         written_prompts=written_prompts,
         answer_tokens=answer_tokens,
         max_new_tokens=max_new_tokens,

@@ -23,6 +23,7 @@ def config(target, out, work):
         target=target,
         out=out,
         work=work,
+        framed_prompts=0,
         written_prompts=10,
         answer_tokens=300,
         max_new_tokens=40,

@@ -28,6 +28,7 @@ def settings(llama_toy, tmp_path_factory):
         out=str(folder / "draft"),
         prompts=(str(questions),),
         evaluate=(str(questions),),
+        framed_prompts=0,
         written_prompts=12,
         answer_tokens=400,
         max_new_tokens=40,
@@ -75,6 +76,9 @@ def test_curves_and_card_come_from_the_run(trained):
     row = taus[taus.block_size == 8]
     assert f"| {row.emitted.sum() / row.blocks.sum():.2f} [" in card
     assert "dflash-lab train" in card and facts["target"] in card
+    for setting in ("--written-prompts 12", "--layers 1", "--steps 6", "--framed-prompts 0"):
+        assert setting in card
+    assert "--optimizer" not in card  # the usual one
 
 
 def test_a_second_run_repeats_nothing_and_gives_the_same_weights(trained, settings, tmp_path):

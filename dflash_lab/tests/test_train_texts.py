@@ -10,6 +10,7 @@ from dflash_lab.train.prompts import (
     Opening,
     PromptWriter,
     TrainingPrompt,
+    framed_prompts,
     read_openings,
     template_prefix,
     whole_sentences,
@@ -165,6 +166,14 @@ def test_openings_are_varied_and_every_one_comes_in_turn():
     tokenizer = byte_tokenizer(TEMPLATE)
     begun = tokenizer.decode(next(writer.texts()).prompt_ids)
     assert begun == template_prefix(tokenizer) + first[0].before + first[0].opening
+
+
+def test_framed_prompts_are_many_all_different_and_the_first_ones_stay_the_first():
+    many = framed_prompts(20_000, seed=1)
+    assert len(many) == len({text for _, text in many}) > 10_000
+    assert {"writing", "chat", "reasoning", "code", "maths"} <= {kind for kind, _ in many}
+    assert not [text for _, text in many if "{" in text or "}" in text]
+    assert framed_prompts(50, seed=1) == many[:50] != framed_prompts(50, seed=2)
 
 
 def test_what_the_target_wrote_becomes_a_prompt_or_is_left_out():

@@ -1,4 +1,4 @@
-"""Prompts to train on: written by the target after short openings, or read from files."""
+"""Prompts to train on: frames filled with topics, or written by the target after openings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from dflash_lab.train.generate import Sampling, Text
 from dflash_lab.train.rows import prompt_ids, words
 
 OPENINGS = DATA / "prompts" / "openings.jsonl"
+FRAMES = DATA / "prompts" / "frames.jsonl"
+TOPICS = DATA / "prompts" / "topics.txt"
 MARK = "\x00user\x00"  # stands for the user's turn, to find where a template puts it
 WRITTEN = Sampling(temperature=0.9, top_p=0.95)
 LONGEST = 96  # new tokens
@@ -90,6 +92,23 @@ class PromptWriter:
         return TrainingPrompt(
             text=full, ids=prompt_ids(self.tokenizer, full), source=opening.category
         )
+
+
+def framed_prompts(count: int, seed: int) -> list[tuple[str, str]]:
+    """Category and text of `count` requests about everyday things, in shuffled order.
+
+    Every bundled frame ("Explain {topic} to a child.") with every topic; fewer where these are all.
+    """
+    frames = [json.loads(line) for line in FRAMES.read_text("utf-8").splitlines()]
+    topics = TOPICS.read_text("utf-8").splitlines()
+    dice = random.Random(seed)
+    made = []
+    for frame in frames:
+        for topic in topics:
+            other = dice.choice([name for name in topics if name != topic])
+            made.append((frame["category"], frame["frame"].format(topic=topic, other=other)))
+    dice.shuffle(made)
+    return made[:count]
 
 
 def template_prefix(tokenizer: Any) -> str:

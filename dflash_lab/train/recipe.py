@@ -51,6 +51,7 @@ from dflash_lab.train.prompts import (
     WRITTEN,
     PromptWriter,
     TrainingPrompt,
+    framed_prompts,
     read_openings,
     without_repeats,
 )
@@ -73,6 +74,22 @@ FEWEST_ROWS = 4
 SEED = 1  # of the order in which openings come
 LEAST_TOKENS = 2000  # of a stage: with less, time being up does not end it
 
+# What the card's command names where it is not the usual value.
+SETTINGS = (
+    "minutes",
+    "framed_prompts",
+    "written_prompts",
+    "answer_tokens",
+    "max_new_tokens",
+    "temperature",
+    "held_out",
+    "layers",
+    "block_size",
+    "taps",
+    "mask_token",
+)
+FIT_SETTINGS = ("steps", "learning_rate", "optimizer", "average", "weights", "soft")
+
 Say = Callable[[str], None]
 
 
@@ -88,7 +105,8 @@ class TrainConfig:
     forbidden: tuple[str, ...] = ()  # JSONL files whose texts must not be trained on
     evaluate: tuple[str, ...] = ()  # JSONL files of prompts for the card; never trained on either
     minutes: float | None = None  # the whole run fits in; without it the numbers below hold
-    written_prompts: int = 12_000  # that the target writes itself
+    framed_prompts: int = 4000  # requests about everyday things, without any model
+    written_prompts: int = 8000  # that the target writes itself
     answer_tokens: int = 2_500_000
     max_new_tokens: int = 256
     temperature: float = 0.0  # of the answers
@@ -104,7 +122,7 @@ class TrainConfig:
     fit: FitConfig = field(default_factory=FitConfig)
 
     def __post_init__(self) -> None:
-        for name in ("written_prompts", "answer_tokens"):
+        for name in ("framed_prompts", "written_prompts", "answer_tokens"):
             whole(name, getattr(self, name), 0, "0 leaves the stage out.")
         for name in ("max_new_tokens", "slots", "held_out", "layers"):
             whole(name, getattr(self, name), 1, "")
@@ -238,15 +256,29 @@ class _Recipe:
     # --- stages -----------------------------------------------------------------------------
 
     def _prompts(self) -> list[TrainingPrompt]:
-        """Prompts from files, then those that the target writes itself."""
+        """Prompts from files, then framed ones and those that the target writes itself, mixed."""
         given = [
             TrainingPrompt(text=text, ids=self._ids(text), source=name)
             for name, texts in self.sources
             for text in texts
         ]
+        own = self._written()
+        if self.tokenizer is not None:
+            own += [
+                TrainingPrompt(text=text, ids=self._ids(text), source=category)
+                for category, text in framed_prompts(self.config.framed_prompts, SEED)
+            ]
+        # Time may end the answers early: what is answered by then should be of every kind.
+        own.sort(key=lambda prompt: named_by(prompt.ids))
+        made = list(without_repeats([*given, *own]))
+        self.say(f"{len(made)} different prompts, {len(given)} of them from files")
+        return made
+
+    def _written(self) -> list[TrainingPrompt]:
+        """Prompts that the target writes after short openings."""
         wanted = self.config.written_prompts
         if not wanted:
-            return list(without_repeats(given))
+            return []
         writer = PromptWriter(self.tokenizer, self.vocabulary, read_openings(), SEED)
         shards = Shards(
             self.work / "prompts",
@@ -261,9 +293,7 @@ class _Recipe:
             write_shards(shards, engine, texts, self._enough("prompts"), self.say)
             self.plan.end("prompts")
         written = sorted(read_shards(shards.folder), key=lambda text: text.index)
-        made = list(without_repeats([*given, *filter(None, map(writer.prompt, written))]))
-        self.say(f"{len(made)} different prompts, {len(given)} of them from files")
-        return made
+        return [prompt for text in written if (prompt := writer.prompt(text)) is not None]
 
     def _answers(self, prompts: Sequence[TrainingPrompt]) -> None:
         """The target's answers, until there are tokens enough or no more prompts."""
@@ -447,12 +477,14 @@ class _Recipe:
             "--rows": self.config.rows,
             "--forbidden": self.config.forbidden,
             "--evaluate": self.config.evaluate,
-            "--layers": [str(self.config.layers)],
-            "--block-size": [str(self.config.block_size)],
             "--out": [self.config.out],
         }
-        if self.config.minutes is not None:
-            given["--minutes"] = [f"{self.config.minutes:g}"]
+        for part, names in ((self.config, SETTINGS), (self.config.fit, FIT_SETTINGS)):
+            usual = type(part)() if part is self.config.fit else TrainConfig(target="", out="")
+            for name in names:
+                value = getattr(part, name)
+                if value != getattr(usual, name):
+                    given[f"--{name.replace('_', '-')}"] = [_typed(value)]
         words = [f"{flag} {value}" for flag, values in given.items() for value in values]
         return " \\\n    ".join(["dflash-lab train", *words])
 
@@ -489,6 +521,13 @@ class _Plan:
         beside = self.path.with_name(f"{self.path.name}.tmp.{os.getpid()}")
         beside.write_text(json.dumps(self.content, indent=1) + "\n")
         os.replace(beside, self.path)
+
+
+def _typed(value: Any) -> str:
+    """A setting as the command line takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _widths(widths: Sequence[tuple[int, float]], limit: int) -> tuple[tuple[int, float], ...]:

@@ -356,6 +356,7 @@ def draft_recipe(work: Path, config: TinyConfig) -> TrainConfig:
         target=str(work / "target"),
         out=str(work / "draft"),
         prompts=(str(work / "prompts.jsonl"),),
+        framed_prompts=0,
         written_prompts=0,
         answer_tokens=LONGEST * config.prompts,
         max_new_tokens=LONGEST,
