@@ -37,6 +37,8 @@ _HOMES = {
     "lock_block_size": "locking",
     "explore": "explorer",
     "show_trace": "tokens",
+    "write_figures": "figures",
+    "check_figures": "figures",
     "report": "reports",
     "TrainConfig": "train.recipe",
     "train_draft": "train.recipe",

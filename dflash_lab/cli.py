@@ -469,6 +469,28 @@ def report(
 
 
 @app.command()
+def figures(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder; figures in the run.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Draw again and compare.")] = False,
+) -> None:
+    """Write every figure of a run as SVG, PDF, PNG and CSV; --check says what has changed."""
+    from dflash_lab import store
+    from dflash_lab.figures import check_figures, write_figures
+
+    opened, folder = store.open_run(run), out or run / "figures"
+    if check:
+        found = check_figures(opened, folder)
+        for sentence in found.sentences:
+            typer.echo(sentence)
+        raise typer.Exit(1 if found.different else 0)
+    written = write_figures(opened, folder)
+    for name, why in written.left_out.items():
+        say(f"{name} left out: {why}")
+    typer.echo(written.folder)
+
+
+@app.command()
 def train(
     target: Annotated[str, typer.Option("--target", "--model", help="Model folder or hub id.")],
     out: Annotated[str, typer.Option("--out", help="Folder for the draft.")] = "results/draft",

@@ -10,8 +10,8 @@ from typing import Any
 from dflash_lab.analyse import Choice, choose
 from dflash_lab.config import DecodeConfig, SweepConfig
 from dflash_lab.exactness import check_exactness
+from dflash_lab.figures import write_figures
 from dflash_lab.load import load_pair
-from dflash_lab.plot import save_figures
 from dflash_lab.prompts import load_prompts
 from dflash_lab.provenance import ROOT, code_state
 from dflash_lab.reports import report
@@ -61,7 +61,7 @@ def run_demo(
         record = check_exactness(pair, prompts, EXACTNESS)
         run.write_check("exactness", record | {"of_run": checked})
     say("figures and report")
-    save_figures(run, out / "figures")
+    write_figures(run, out / "figures")
     path = report(run)
     return DemoResult(run=run, choice=choose(run), report=path)
 

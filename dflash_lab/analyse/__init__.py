@@ -1,7 +1,8 @@
 """From stored cells to frames, intervals over prompts, drift and the choice. Nothing is drawn here.
 
 `sums` counts per cell and prompt, `resampling` draws prompts again, `frames` makes a row a block,
-prompt, cell, position, length or pair of cells, `choice` says which setting wins.
+prompt, cell, position, length or pair of cells, `details` one of a single question (stages, tasks,
+depth, break-even), `choice` says which setting wins.
 """
 
 from dflash_lab.analyse.choice import (
@@ -21,6 +22,14 @@ from dflash_lab.analyse.choice import (
     drafting_cells,
     settle,
     trained_block_size,
+)
+from dflash_lab.analyse.details import (
+    break_even_frame,
+    depth_frame,
+    prompt_pairs,
+    stage_frame,
+    task_frame,
+    timeline_frame,
 )
 from dflash_lab.analyse.frames import (
     OWN,
@@ -54,10 +63,12 @@ __all__ = [
     "Setting",
     "Speeds",
     "block_frame",
+    "break_even_frame",
     "cell_frame",
     "choose",
     "comparable",
     "contest",
+    "depth_frame",
     "drafting_cells",
     "draw_prompts",
     "drift",
@@ -67,11 +78,15 @@ __all__ = [
     "length_frame",
     "paired_frame",
     "prompt_frame",
+    "prompt_pairs",
     "prompt_sums",
     "ratio",
     "records",
     "repetition",
     "settle",
+    "stage_frame",
     "survival_frame",
+    "task_frame",
+    "timeline_frame",
     "trained_block_size",
 ]

@@ -3,13 +3,17 @@
 Each function returns a `Figure` that carries its description in words (`alt`) and shows itself in
 a notebook. Colour, marker and dashes say the same thing, so that any one of them suffices. `style`
 holds what they share, `curves` figures against block size, `blocks` those of what blocks accepted,
-`learning` that of a training, `files` what is written to disk.
+`rounds` those of single blocks, `compare` those that set things side by side, `replayed` those of
+replays, `learning` that of a training, `files` the forms on disk.
 """
 
 from dflash_lab.plot.blocks import lengths, survival
+from dflash_lab.plot.compare import break_even, depth, heatmap, memory, pairs, tasks
 from dflash_lab.plot.curves import acceptance, cost, throughput
-from dflash_lab.plot.files import save, save_figures
+from dflash_lab.plot.files import encoded, save
 from dflash_lab.plot.learning import training
+from dflash_lab.plot.replayed import clipped
+from dflash_lab.plot.rounds import conditional, race, stages, timeline
 from dflash_lab.plot.style import (
     DRAWING,
     FAINT,
@@ -31,15 +35,26 @@ __all__ = [
     "Picture",
     "acceptance",
     "alt_text",
+    "break_even",
+    "clipped",
+    "conditional",
     "cost",
+    "depth",
+    "encoded",
+    "heatmap",
     "house_style",
     "lengths",
+    "memory",
+    "pairs",
+    "race",
     "save",
-    "save_figures",
     "shown",
     "spread",
+    "stages",
     "survival",
+    "tasks",
     "throughput",
+    "timeline",
     "to_pdf",
     "to_png",
     "to_svg",

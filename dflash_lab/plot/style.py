@@ -77,6 +77,14 @@ class Picture(Figure):
     """A figure that describes itself in words and shows itself in a notebook, once."""
 
     alt: str = ""
+    notes: tuple[str, ...] = ()  # how to read it, from the line below it
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Title and notes, for a caption."""
+        titles = [text.get_text() for text in self.texts if text.get_fontsize() > SMALL]
+        titles += [axes.get_title("left") for axes in self.axes if axes.get_title("left")]
+        return (*titles[:1], *self.notes)
 
     def _repr_html_(self) -> str:
         data = base64.b64encode(to_svg(self).encode()).decode()
@@ -181,6 +189,7 @@ def add_axes(
 
 
 def add_caption(fig: Picture, notes: Sequence[str]) -> None:
+    fig.notes = tuple(note for note in notes if note)
     text = textwrap.fill(" ".join(f"{note}." for note in notes if note), 104)
     fig.text(0.012, 0.02, text, fontsize=TINY, color=QUIET, va="bottom")
 

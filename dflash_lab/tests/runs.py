@@ -200,7 +200,14 @@ def provenance(request: Mapping[str, Any]) -> dict[str, Any]:
         "dflash_lab": "0.1.0",
         "started_utc": "2026-01-05T12:00:00+00:00",
         "hardware": request["hardware"],
-        "versions": {"python": "3.11.0", "torch": "2.13.0", "transformers": "5.20.0"},
+        "versions": {
+            "python": "3.11.0",
+            "dflash_lab": "0.1.0",
+            "torch": "2.13.0+cpu",
+            "transformers": "5.20.0",
+            "numpy": "2.4.6",
+            "mlx": None,
+        },
         "threads": 2,
     }
 

@@ -51,6 +51,7 @@ ORDER = (
     "costs",
     "recommendation",
     "plot",
+    "figures",
     "panels",
     "explorer",
     "reports",

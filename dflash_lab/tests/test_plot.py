@@ -1,7 +1,6 @@
 """Figures: the same bytes everywhere, nothing clipped or left behind, text taken literally."""
 
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -481,33 +480,6 @@ def test_a_users_own_settings_do_not_reach_our_figures(demo):
 
 # Bytes
 
-DRAW = """
-import sys
-from pathlib import Path
-from dflash_lab.plot import save_figures
-from dflash_lab.store import open_run
-save_figures(open_run(Path(sys.argv[1])), Path(sys.argv[2]))
-"""
-
-
-def test_two_processes_write_the_same_bytes(demo, tmp_path):
-    folders = []
-    for seed, zone, place in (("1", "UTC", "a"), ("77", "Asia/Tokyo", "b")):
-        here = tmp_path / place
-        here.mkdir()
-        settings = {
-            "PYTHONHASHSEED": seed,
-            "TZ": zone,
-            "LC_ALL": "C.UTF-8" if place == "a" else "C",
-        }
-        command = [sys.executable, "-W", "error", "-c", DRAW, str(demo.run.path), "figures"]
-        subprocess.run(command, check=True, cwd=here, env=os.environ | settings)
-        folders.append(here / "figures")
-    names = sorted(path.name for path in folders[0].iterdir())
-    assert len(names) == 15
-    for name in names:
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
-
 
 def test_files_hold_no_date_and_no_program(demo, tmp_path):
     fig = demo.draw("cost")
@@ -523,14 +495,6 @@ def test_a_salt_keeps_the_parts_of_two_figures_apart(demo):
     assert one == again != other
     ids = [set(re.findall(r' id="(?!DejaVu)([^"]+)"', text)) for text in (one, other)]
     assert ids[0] and ids[1] and not ids[0] & ids[1]
-
-
-def test_every_figure_of_a_run_is_written_in_three_forms(demo, tmp_path):
-    paths = plot.save_figures(demo.run, tmp_path / "figures")
-    assert all(path.stat().st_size > 1000 for path in paths)
-    assert sorted(path.name for path in paths) == sorted(
-        f"{name}.{form}" for name in ONE_OF_EACH for form in ("svg", "pdf", "png")
-    )
 
 
 def test_a_changed_number_changes_the_picture(demo):

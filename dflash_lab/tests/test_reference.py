@@ -6,7 +6,7 @@ import matplotlib
 import pytest
 
 import dflash_lab as dl
-from dflash_lab import plot
+from dflash_lab.figures import write_figures
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 MATPLOTLIB = "3.11.2"  # drew the committed figures; other versions may write other bytes
@@ -36,6 +36,6 @@ def test_the_reference_run_is_the_demos(run):
     reason=f"the figures were drawn by matplotlib {MATPLOTLIB}",
 )
 def test_the_readmes_figure_is_rebuilt_from_the_stored_cells_byte_for_byte(run, tmp_path):
-    plot.save_figures(run, tmp_path)
+    write_figures(run, tmp_path)
     for name in ("throughput.svg", "survival.svg"):
         assert (tmp_path / name).read_bytes() == (RESULTS / "reference" / name).read_bytes()
