@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import platformdirs
+from dflash_lab.cache import cache_dir
 
 Progress = Callable[[str], None]
 
@@ -94,12 +94,6 @@ class PairUnavailable(RuntimeError):
 
 class DamagedCache(PairUnavailable):
     """The folder in the cache is not what was written there."""
-
-
-def cache_dir() -> Path:
-    """The project's folder in the user's cache; DFLASH_LAB_CACHE names another one."""
-    chosen = os.environ.get("DFLASH_LAB_CACHE")
-    return Path(chosen or platformdirs.user_cache_dir("dflash_lab")).expanduser().resolve()
 
 
 def embedded_target(

@@ -53,11 +53,15 @@ def utc_now() -> str:
 
 def short_name(text: str) -> str:
     """A path on this disk as its last part; anything else (a hub id, an option) as it is."""
-    option, equals, value = text.rpartition("=") if text.startswith("-") else ("", "", text)
+    # An option's value, a set's rows in a file ("gsm8k=FILE"), a folder that stands for a hub set.
+    before, value = re.fullmatch(r"(-[^=]*=|[\w-]+=|hf:)?(.*)", text, re.DOTALL).groups("")
+    if before.startswith("-"):
+        return before + short_name(value)
+    value, colon, after = value.partition(":") if before == "hf:" else (value, "", "")
     path = os.path.expanduser(value)
     if os.path.isabs(path) or value.startswith(("./", "../", "~")) or os.path.isdir(path):
         value = os.path.basename(os.path.abspath(path))
-    return f"{option}{equals}{value}"
+    return f"{before}{value}{colon}{after}"
 
 
 def versions() -> dict[str, str | None]:

@@ -29,6 +29,8 @@ TOP_LEVEL = {
 # A module imports only what stands above it. A new module gets its place here.
 ORDER = (
     "config",
+    "cache",
+    "public_sets",
     "prompts",
     "accept",
     "trace",

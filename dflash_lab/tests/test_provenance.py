@@ -116,6 +116,10 @@ def _no_sysconf(name: str) -> int:
         ("--out=/somewhere/run", "--out=run"),
         ("--block-size=8", "--block-size=8"),
         ("x" * 5000, "x" * 5000),
+        ("gsm8k=/data/rows.jsonl", "gsm8k=rows.jsonl"),
+        ("--dataset=gsm8k=/data/rows.jsonl", "--dataset=gsm8k=rows.jsonl"),
+        ("hf:/data/set::train", "hf:set::train"),
+        ("hf:org/set:main:test", "hf:org/set:main:test"),
     ],
 )
 def test_a_path_is_known_by_its_last_part_and_a_hub_id_stays(text, shown):
