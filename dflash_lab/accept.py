@@ -1,4 +1,4 @@
-"""Decisions on whole numbers: what is accepted, what is kept. No framework, no options."""
+"""Decisions on plain numbers: what is accepted, what is kept. No framework, no options."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class Verdict:
     drafted: tuple[int, ...]  # block_size - 1 tokens
     posterior: tuple[int, ...]  # the target's choice after each entry: block_size tokens
     finite: bool = True  # False where the draft's logits were not finite numbers
+    odds: tuple[float, ...] = ()  # p / q of each drafted token, for the rejection rule
+    draws: tuple[float, ...] = ()  # a number in [0, 1) for each of them, for the same
+    draft_prob: tuple[float, ...] | None = None  # of each drafted token, where asked for
+    target_prob: tuple[float, ...] | None = None
 
 
 def matched_prefix(verdict: Verdict) -> int:
@@ -21,10 +25,20 @@ def matched_prefix(verdict: Verdict) -> int:
     return next((i for i, (d, p) in enumerate(pairs) if d != p), len(verdict.drafted))
 
 
+def unrejected_prefix(verdict: Verdict) -> int:
+    """How many drafted tokens the rejection rule keeps: each while its draw is below p / q.
+
+    The posterior after them is a draw from what p has above q (dflash.md 3.1).
+    """
+    rows = zip(verdict.drafted, verdict.odds, verdict.draws, strict=True)
+    refused = (i for i, (_, odds, draw) in enumerate(rows) if not draw < odds)
+    return next(refused, len(verdict.drafted))
+
+
 def kept(tokens: Sequence[int], stop_tokens: Collection[int], budget: int) -> int:
     """How many of a block's tokens the output takes: up to a stop token, within the budget."""
     stop = next((i + 1 for i, token in enumerate(tokens) if token in stop_tokens), len(tokens))
     return min(stop, budget)
 
 
-RULES = {"match": matched_prefix}
+RULES = {"match": matched_prefix, "rejection": unrejected_prefix}

@@ -1,7 +1,8 @@
 """The calls that upstream's users know, over the one loop; `model` and `model_mlx` offer them.
 
 Counts are this project's; where upstream (dflash 0.1.0) counts otherwise, a comment says so.
-Decoding is greedy: a temperature other than 0 is refused, a `seed` is recorded and changes nothing.
+At a temperature above 0 tokens are drawn from the target by the match rule, with argmax proposals;
+a `seed` repeats them. The other sampling settings are those of `DecodeConfig`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dflash_lab.decoding import (
     run_session,
 )
 from dflash_lab.load import DRAFT_FILES, DraftConfigWarning, Pair, flat_ids, resolve
+from dflash_lab.texts import TextStream
 from dflash_lab.trace import BlockRecord, DecodeRequest, Trace
 
 
@@ -34,7 +36,7 @@ class GenerationResponse:
     """What one turn of the loop added: the first of the prefill, then one of each block."""
 
     text: str  # new text; a character split over blocks comes with its last token
-    tokens: tuple[int, ...]  # new tokens; an end token is among them, its text is not in `text`
+    tokens: tuple[int, ...]  # new ones, with what ended the output; its text is not in `text`
     accepted: int | None  # drafts kept by the rule; upstream's counts the target's own token too
     prompt_tokens: int
     prompt_tps: float
@@ -165,17 +167,20 @@ def stream_generate(
     *,
     sliding_window_size: int | None = None,
     seed: int | None = None,
+    stop_strings: Sequence[str] = (),
     beyond_trained: bool = False,
 ) -> Iterator[GenerationResponse]:
     """Decode a prompt and yield its text as it comes, a response for each record of the loop.
 
-    Text is taken as it is, without a chat template. Settings and prompt are checked at the call.
+    Text is taken as it is, without a chat template, and ends before the first of `stop_strings`.
+    Settings and prompt are checked at the call.
     """
     config = DecodeConfig(
         block_size=block_size,
         draft_window=draft.window(sliding_window_size),
         max_new_tokens=max_tokens,
         stop_tokens=ends_of(tokenizer),
+        stop_strings=stop_strings,
         temperature=temperature,
         seed=seed,
         beyond_trained=beyond_trained,
@@ -252,9 +257,8 @@ def encoded(pair: Pair, prompt: Any) -> Sequence[int]:
 def _responses(
     pair: Pair, ids: Sequence[int], request: DecodeRequest, working: Any
 ) -> Iterator[GenerationResponse]:
-    tokens: list[int] = []
     blocks: list[BlockRecord] = []
-    text, prompt_s, decode_s, peak = "", 0.0, 0.0, None
+    text, prompt_s, decode_s, peak = TextStream(pair, request), 0.0, 0.0, None
     pair.models.peak_bytes()
     with closing(run_session(pair, ids, request)) as records:
         while True:
@@ -268,31 +272,19 @@ def _responses(
                 blocks.append(record)
             else:
                 new, accepted, prompt_s = (record.token,), None, record.seconds
-            tokens += new
-            ended = finish_reason(tokens, len(ids), request)
-            piece = next_piece(pair, tokens, text, request, ended is not None)
-            text += piece
+            text.add(new)
+            ended = finish_reason(text.tokens, len(ids), request, stopped=text.stopped)
             peak = max((n for n in (peak, pair.models.peak_bytes()) if n), default=None)
             yield GenerationResponse(
-                text=piece,
+                text=text.piece(ended is not None),
                 tokens=new,
                 accepted=accepted,
                 prompt_tokens=len(ids),
                 prompt_tps=len(ids) / prompt_s,
-                generation_tokens=len(tokens),
-                generation_tps=(len(tokens) - 1) / decode_s if blocks else 0.0,
+                generation_tokens=len(text.tokens),
+                generation_tps=(len(text.tokens) - 1) / decode_s if blocks else 0.0,
                 peak_memory=peak and peak / 1e9,
                 finish_reason=ended,
                 record=record,
             )
     complain(blocks)
-
-
-def next_piece(
-    pair: Pair, tokens: Sequence[int], shown: str, request: DecodeRequest, ended: bool
-) -> str:
-    """What may be shown after `shown`: all that is left at the end, half characters not before."""
-    text = pair.text(tokens, request.stop_tokens) if ended else pair.text_so_far(tokens)
-    if not ended and (text.endswith("\ufffd") or not text.startswith(shown)):
-        return ""
-    return text[len(shown) :]

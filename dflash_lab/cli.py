@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import sys
 import warnings
@@ -23,7 +24,7 @@ app = typer.Typer(
 )
 
 WIDE = 140  # columns of a table that goes to a file or a pipe
-VARIABLE = "DFLASH_BLOCK_SIZE"  # read here, at the start of a command, and nowhere in the library
+VARIABLE = "DFLASH_BLOCK_SIZE"  # read here at the start of a command, and by serving at its own
 
 BlockSize = Annotated[
     str | None,
@@ -56,6 +57,14 @@ Backend = Annotated[str | None, typer.Option(help="What runs the pair: torch or 
 DraftBits = Annotated[
     int | None, typer.Option("--draft-bits", help="4 or 8 quantises the draft; mlx only.")
 ]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="Beside blocks of one size: fixed, confidence:threshold=0.5, survival (with --costs), "
+        "back-off:start=8,ceiling=16, or MODULE:NAME; may repeat.",
+    ),
+]
 BlockSizes = Annotated[
     str | None,
     typer.Option("--block-sizes", "--block-size", help="Sizes, separated by commas."),
@@ -69,11 +78,36 @@ Windows = Annotated[
     ),
 ]
 Dataset = Annotated[
-    str | None, typer.Option("--prompts", "--dataset", help="mini, or a .jsonl or .parquet file.")
+    str | None,
+    typer.Option(
+        "--prompts",
+        "--dataset",
+        help="mini, gsm8k, math500, humaneval, mbpp, mt-bench, hf:org/name:config:split@revision, "
+        "a .jsonl, .parquet or .csv file, or gsm8k=FILE for a file of such rows.",
+    ),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(help="Makes the prompt of a row's columns, as in '{question} Be brief.'"),
+]
+RandomState = Annotated[
+    int | None, typer.Option("--random-state", help="Draws which prompts; else as in the file.")
 ]
 MaxPrompts = Annotated[
     int | None, typer.Option("--max-prompts", "--max-samples", help="Take the first so many.")
 ]
+Temperature = Annotated[float | None, typer.Option(help="Above 0 draws tokens; 0 is greedy.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="So many of the likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="The likeliest tokens up to this sum.")]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="No token below this share of the likeliest's.")
+]
+Penalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", help="Of tokens seen; 1 is none.")
+]
+Seed = Annotated[int | None, typer.Option(help="Of the draws; the same one repeats a run.")]
+Rule = Annotated[str | None, typer.Option(help="match or rejection: which drafts are accepted.")]
+Proposal = Annotated[str | None, typer.Option(help="argmax or sample: how drafts are chosen.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest output, in tokens.")]
 Beyond = Annotated[
     bool, typer.Option("--beyond-trained", help="Insist on a block size above the trained one.")
@@ -113,6 +147,17 @@ def decode(
     block_size: BlockSize = None,
     draft_window: Window = None,
     max_new_tokens: NewTokens = 128,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    rule: Rule = None,
+    proposal: Proposal = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; may be given again.")
+    ] = None,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = True,
     beyond_trained: Beyond = False,
 ) -> None:
@@ -121,11 +166,23 @@ def decode(
     from dflash_lab import decoding, load
     from dflash_lab.provenance import short_name
 
+    drawn = given(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        rule=rule,
+        proposal=proposal,
+    )
     settings = configs.DecodeConfig(
         **asked_block_size(block_size),
         draft_window=window_of(draft_window),
         max_new_tokens=max_new_tokens,
+        stop_strings=tuple(stop or ()),
         beyond_trained=beyond_trained,
+        **drawn,
     )
     shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
     spec = which_pair(pair, target, draft, shared)
@@ -136,8 +193,19 @@ def decode(
     say(
         f"{len(trace.tokens)} tokens ({trace.finish_reason}), {len(trace.blocks)} blocks, "
         f"block size {trace.block_size} (from {trace.block_size_source}){how}, "
-        f"tau {figure(trace.tau)}, first token after {trace.ttft_s:.2f} s, "
+        f"{drawn_line(trace.request)}tau {figure(trace.tau)}, "
+        f"first token after {trace.ttft_s:.2f} s, "
         f"then {rate(len(trace.tokens) - 1, trace.decode_s)} tokens/s"
+    )
+
+
+def drawn_line(request: Any) -> str:
+    """How tokens were drawn, what repeats them included; nothing of greedy decoding."""
+    if request.temperature == 0:
+        return ""
+    return (
+        f"temperature {request.temperature:g} by the {request.rule} rule with "
+        f"{request.proposal} proposals, seed {request.seed}, "
     )
 
 
@@ -159,7 +227,17 @@ def sweep(
     draft_windows: Windows = None,
     prompts: Dataset = None,
     max_prompts: MaxPrompts = None,
+    random_state: RandomState = None,
+    template: Template = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest output, in tokens.")] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    rule: Rule = None,
+    proposal: Proposal = None,
     timing: Annotated[str | None, typer.Option(help="whole, or stages (synchronised).")] = None,
     repeats: Annotated[int | None, typer.Option(help="Decodes of every prompt in a cell.")] = None,
     library_baseline: Annotated[
@@ -167,6 +245,10 @@ def sweep(
     ] = None,
     first_again: Annotated[
         bool | None, typer.Option(help="The first cell once more at the end, to see drift.")
+    ] = None,
+    policy: Policies = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="Cost table that the policy survival weighs by.")
     ] = None,
     beyond_trained: Beyond = False,
 ) -> None:
@@ -177,15 +259,29 @@ def sweep(
     base = configs.SweepConfig() if config is None else configs.read_sweep(config)
     shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
     windows = draft_windows and windows_of(draft_windows)
+    steered = None
+    if policy or costs:
+        steered = (None, *policies_of(policy or (), costs, windows or base.draft_windows))
     flags = given(
         draft_windows=windows,
         prompts=prompts,
         max_prompts=max_prompts,
+        random_state=random_state,
+        template=template,
         max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        rule=rule,
+        proposal=proposal,
         timing=timing,
         repeats=repeats,
         library_baseline=library_baseline,
         first_again=first_again,
+        policies=steered,
         beyond_trained=beyond_trained or None,
     )
     in_pair = {"backend": "torch", "dtype": "auto", "device": "auto"}  # they stand in the PairSpec
@@ -216,6 +312,8 @@ def benchmark(
     draft_window: Window = None,
     dataset: Dataset = None,
     max_samples: MaxPrompts = None,
+    random_state: RandomState = None,
+    template: Template = None,
     max_new_tokens: NewTokens = 128,
     thinking: Annotated[
         bool | None,
@@ -235,7 +333,7 @@ def benchmark(
     """
     from dflash_lab import config as configs
     from dflash_lab import load, sweeps
-    from dflash_lab.prompts import load_prompts
+    from dflash_lab.prompts import BUNDLED, load_prompts
 
     asked = asked_block_sizes(block_sizes)
     shared = given(
@@ -245,8 +343,10 @@ def benchmark(
         spec = load.spec_of_draft(draft, **shared)
     else:
         spec = which_pair(pair, target, draft, shared)
-    source = dataset or "mini"
-    held = len(load_prompts(source))
+    source = dataset or BUNDLED[0]
+    held = len(load_prompts(source, template=template))
+    if random_state is None and source not in BUNDLED:
+        random_state = 0  # public sets are sorted; the bundled one begins with some of each kind
     if max_samples is not None and max_samples > held:
         say(f"{source} has {held} prompts; all of them are used.")
     count = held if max_samples is None else min(max_samples, held)
@@ -259,6 +359,8 @@ def benchmark(
         draft_windows=(window_of(draft_window),),
         prompts=source,
         max_prompts=count,
+        random_state=random_state,
+        template=template,
         max_new_tokens=max_new_tokens,
         thinking=thinking,
         beyond_trained=beyond_trained,
@@ -317,6 +419,26 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
 
     for row in sweeps.status(run):
         typer.echo("  ".join(f"{key}={value}" for key, value in row.items()))
+
+
+@app.command(name="import")
+def import_file(
+    form: Annotated[str, typer.Argument(help="What wrote the file; a wrong name lists all.")],
+    file: Annotated[Path, typer.Argument(help="The file: JSON, a line each, or a metrics page.")],
+    out: Out,
+    before: Annotated[
+        Path | None, typer.Option(help="With vllm-counters: an earlier reading, taken away.")
+    ] = None,
+) -> None:
+    """Bring traces of another system into a run, in this project's terms."""
+    from dflash_lab import imports
+
+    made = imports.import_traces(form, file, before)
+    run = imports.save_import(made, out)
+    for name, value in made.figures.items():
+        typer.echo(f"{name}: {value if isinstance(value, int) else figure(value)}")
+    kept = "its frames" if run.cells else "its frames alone: cells need token ids and every count"
+    typer.echo(f"run: {out}, {kept} in imports/")
 
 
 @app.command()
@@ -587,6 +709,100 @@ def train(
 
 
 @app.command()
+def doctor(
+    pair: PairName = None,
+    target: Target = None,
+    draft: Draft = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    draft_window: Window = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--enable-thinking/--disable-thinking", help="Else as the template has it."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Positions that must fit in memory.")] = 2048,
+    json_: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+) -> None:
+    """Say what is wrong with this installation, and with a pair if one is named."""
+    from dataclasses import asdict
+
+    from dflash_lab import doctor as house
+    from dflash_lab.store import to_json
+
+    found = house.Diagnosis(findings=tuple(house.check_installation()))
+    if pair or target or draft:
+        shared = given(backend=backend, dtype=dtype, device=device)
+        spec = which_pair(pair, target, draft, shared)
+        of_pair = house.examine(
+            spec, draft_window=window_of(draft_window), thinking=thinking, context=context
+        )
+        found = replace(of_pair, findings=(*found.findings, *of_pair.findings))
+    if json_:
+        typer.echo(to_json(asdict(found) | {"healthy": found.healthy}, indent=1))
+    else:
+        for one in found.findings:
+            typer.echo(f"{one.state:5}  {one.name}: {one.text}")
+            if one.way_out:
+                typer.echo(f"       {one.way_out}")
+        typer.echo("healthy" if found.healthy else f"{len(found.faults)} faults")
+    raise typer.Exit(0 if found.healthy else 1)
+
+
+@app.command()
+def serve(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="PAIR", help="A pair that comes with the project; smollm2."),
+    ] = None,
+    target: Target = None,
+    draft: Draft = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    draft_bits: DraftBits = None,
+    block_size: BlockSize = None,
+    draft_window: Window = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest output of requests that name no max_tokens.")
+    ] = 2048,
+    beyond_trained: Beyond = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 is every network of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+) -> None:
+    """Serve a pair to clients of OpenAI's API, until Ctrl-C."""
+    from dflash_lab import config as configs
+    from dflash_lab import load, serving
+
+    settings = configs.DecodeConfig(
+        **asked_block_size(block_size),
+        draft_window=window_of(draft_window),
+        max_new_tokens=max_new_tokens,
+        beyond_trained=beyond_trained,
+    )
+    shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
+    if draft is not None and target is None and name is None:
+        spec = load.spec_of_draft(draft, **shared)
+    else:
+        spec = which_pair(name, target, draft, shared)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    try:
+        server = serving.serve(spec, settings, host=host, port=port, progress=say)
+    except ImportError as error:
+        fail(str(error))
+    say(f"serving {server.about}; its clients take {server.url}/v1, Ctrl-C stops it")
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        say("stopping")
+    finally:
+        server.stop()
+
+
+@app.command()
 def demo(out: Out = Path("results/demo")) -> None:
     """Fetch the embedded pair, measure it, and write figures and a report."""
     from dflash_lab.demo import run_demo
@@ -653,6 +869,23 @@ def window_of(text: str | None) -> int | None:
 def windows_of(text: str) -> tuple[int | None, ...]:
     """Draft windows separated by commas."""
     return tuple(window_of(part) for part in text.split(","))
+
+
+def policies_of(
+    texts: Sequence[str], costs: Path | None, windows: Sequence[int | None]
+) -> list[Any]:
+    """The policies that the flags name; those that weigh costs take the table's middle context."""
+    from dflash_lab.costs import read_costs
+    from dflash_lab.policies import read_policy
+
+    if costs is None:
+        return [read_policy(text) for text in texts]
+    if len(windows) > 1:
+        raise ValueError("--costs are of one window; sweep one at a time with a policy of costs.")
+    table = read_costs(costs)
+    contexts = sorted({cost.context for cost in table.costs})
+    by_rows = table.by_rows(windows[0], contexts[len(contexts) // 2])
+    return [read_policy(text, by_rows) for text in texts]
 
 
 def which_pair(
@@ -722,7 +955,9 @@ def print_cells(run: Any) -> None:
     from dflash_lab.analyse import cell_frame, records
 
     heads = ("engine", "dtype", "block size", "window", "prompts", "new tokens", "tokens/s", "95 %")
-    table = Table(*heads, "tau", "draft rate", "draft cache", "peak memory")
+    steered = any(cell.policy for cell in run.cells)
+    heads = (*heads, "tau", "draft rate", "draft cache", "peak memory")
+    table = Table(*heads, *(("policy",) if steered else ()))
     asked = {cell.id: cell.request for cell in run.cells}
     for row in records(cell_frame(run)):
         request = asked[row["cell"]]
@@ -739,6 +974,7 @@ def print_cells(run: Any) -> None:
             percent(row["draft_rate"]),
             megabytes(row["draft_cache_bytes"]),
             megabytes(row["peak_bytes"]),
+            *((row["policy"] or "none",) if steered else ()),
         )
     console = Console()
     Console(width=None if console.is_terminal else WIDE).print(table)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,13 @@ DEVICES = {"torch": r"auto|cpu|mps|cuda(:\d+)?", "mlx": "auto|cpu|gpu"}
 DRAFT_BITS = (4, 8)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TIMINGS = ("whole", "stages")
-RULES = ("match",)
-PROPOSALS = ("argmax",)
+RULES = ("match", "rejection")
+PROPOSALS = ("argmax", "sample")
+# Settings of a decode that say how tokens are drawn; a sweep has them too, alike in all its cells.
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
+    *("rule", "proposal", "probabilities"),
+)
 # Who may name a block size, the highest first; the draft's configuration comes after them, then 16.
 BLOCK_SIZE_SOURCES = {
     "argument": "argument",
@@ -42,6 +48,17 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise a ValueError that lists what is allowed, unless `value` is among it."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
+
+
+def number(name: str, value: Any, allowed: str, fits: Callable[[float], bool]) -> float:
+    """`value` as a float, or a ValueError that names the setting and says what is allowed."""
+    try:
+        found = math.nan if isinstance(value, str | bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not (math.isfinite(found) and fits(found)):
+        raise ValueError(f"{name} is {value!r}; expected {allowed}.")
+    return found
 
 
 def listed(name: str, value: Any) -> None:
@@ -77,6 +94,48 @@ def check_policy(policy: Any) -> None:
             f"the policy {policy.name!r} has neither width(history) nor rows(confidences); one of "
             "them decides something."
         )
+
+
+def check_stop_strings(strings: Any) -> tuple[str, ...]:
+    """Stop strings as a tuple; ValueError for what is none and for an empty one."""
+    listed("stop_strings", strings)
+    for text in strings:
+        if not (isinstance(text, str) and text):
+            raise ValueError(f"stop_strings has {text!r}; expected text of one character at least.")
+    return tuple(strings)
+
+
+def check_sampling(config: Any) -> dict[str, Any]:
+    """The sampling settings as plain numbers; ValueError for one that is out of its range.
+
+    Every rule is exact with every proposal (dflash.md 3.1), but rejection and sampled proposals
+    compare and draw probabilities, and a temperature of 0 has none.
+    """
+    ranges: dict[str, tuple[str, Callable[[float], bool]]] = {
+        "temperature": ("a number from 0; 0 is greedy", lambda value: value >= 0),
+        "top_p": ("a number above 0 and up to 1; 1 keeps all", lambda value: 0 < value <= 1),
+        "min_p": ("a number from 0 to 1; 0 keeps all", lambda value: 0 <= value <= 1),
+        "repetition_penalty": ("a number above 0; 1 is no penalty", lambda value: value > 0),
+    }
+    checked: dict[str, Any] = {
+        name: number(name, getattr(config, name), *limits) for name, limits in ranges.items()
+    }
+    if config.top_k is not None:
+        checked["top_k"] = whole("top_k", config.top_k, 1, "None keeps all tokens.")
+    if config.seed is not None:
+        checked["seed"] = whole("seed", config.seed, 0, "None leaves the draws to chance.")
+    one_of("rule", config.rule, RULES)
+    one_of("proposal", config.proposal, PROPOSALS)
+    for name, greedy in (("rule", "match"), ("proposal", "argmax")):
+        asked = getattr(config, name)
+        if checked["temperature"] == 0 and asked != greedy:
+            raise ValueError(
+                f"{name} is {asked!r}, but the temperature is 0, where nothing is drawn. "
+                f"Use {name}={greedy!r}, or a temperature above 0."
+            )
+    if not isinstance(config.probabilities, bool):
+        raise ValueError(f"probabilities is {config.probabilities!r}; expected True or False.")
+    return checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +178,17 @@ class DecodeConfig:
     draft_window: int | None = None  # committed positions the draft may see
     max_new_tokens: int = 128
     stop_tokens: tuple[int, ...] = ()  # in addition to the target's own
+    stop_strings: tuple[str, ...] = ()  # the text ends before the first that is complete
     ignore_end: bool = False  # go on past the target's own end tokens
-    temperature: float = 0.0
-    seed: int | None = None  # of random draws; greedy decoding makes none and only records it
-    rule: str = "match"
-    proposal: str = "argmax"
+    temperature: float = 0.0  # 0 is greedy: top_k, top_p and min_p always leave the best token
+    top_k: int | None = None  # so many of the likeliest tokens
+    top_p: float = 1.0  # the likeliest tokens up to this sum, the one that crosses it included
+    min_p: float = 0.0  # no token below this share of the likeliest one's probability
+    repetition_penalty: float = 1.0  # of tokens seen: logits above 0 over it, the others times it
+    seed: int | None = None  # of random draws; None: one is chosen, and the trace says which
+    rule: str = "match"  # or "rejection", at temperatures above 0
+    proposal: str = "argmax"  # or "sample", at temperatures above 0
+    probabilities: bool = False  # record the draft's and the target's of each drafted token
     timing: str = "whole"  # "stages" synchronises the device between stages
     beyond_trained: bool = False  # insist on a block size above the trained one
     policy: Any = None  # chooses sizes up to block_size, and rows to verify: see policies.py
@@ -139,13 +204,9 @@ class DecodeConfig:
         listed("stop_tokens", self.stop_tokens)
         stops = tuple(whole("stop_tokens", stop, 0, "They are ids.") for stop in self.stop_tokens)
         object.__setattr__(self, "stop_tokens", stops)
-        if self.temperature != 0:
-            raise ValueError(f"temperature is {self.temperature}; this version is greedy: use 0.")
-        if self.seed is not None:
-            seed = whole("seed", self.seed, 0, "None leaves the draws to chance.")
-            object.__setattr__(self, "seed", seed)
-        one_of("rule", self.rule, RULES)
-        one_of("proposal", self.proposal, PROPOSALS)
+        object.__setattr__(self, "stop_strings", check_stop_strings(self.stop_strings))
+        for name, value in check_sampling(self).items():
+            object.__setattr__(self, name, value)
         one_of("timing", self.timing, TIMINGS)
 
 
@@ -161,14 +222,26 @@ class SweepConfig:
     block_size_source: str = "sweep"  # who named them, a key of BLOCK_SIZE_SOURCES
     draft_windows: tuple[int | None, ...] = (None,)
     windowed_block_sizes: tuple[int, ...] | None = None  # sizes for windows other than the first
+    policies: tuple[Any, ...] = (None,)  # objects, or text as `policies.read_policy` takes it
     plain_dtypes: tuple[str, ...] = ()  # plain decoding in these dtypes too, interleaved
     library_baseline: bool = False  # the library's own generator, interleaved
-    prompts: str = "mini"  # bundled set, or a .jsonl file
+    prompts: str = "mini"  # bundled set, public set or file, as `load_prompts` takes them
+    template: str | None = None  # makes the prompt of a row's columns
+    random_state: int | None = None  # draws the order of the prompts; None keeps the file's
     categories: tuple[str, ...] | None = None
     max_prompts: int | None = None
     max_new_tokens: int = 96
     chat: bool = True
     thinking: bool | None = None
+    temperature: float = 0.0  # this and the next ones as in DecodeConfig
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0  # of every prompt's first decode; each repeat has the next one
+    rule: str = "match"
+    proposal: str = "argmax"
+    probabilities: bool = False
     timing: str = "whole"
     repeats: int = 1
     warm_up: bool = True
@@ -176,7 +249,7 @@ class SweepConfig:
     beyond_trained: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_sizes", "draft_windows", "plain_dtypes"):
+        for name in ("block_sizes", "draft_windows", "plain_dtypes", "policies"):
             listed(name, getattr(self, name))
         one_of("block_size_source", self.block_size_source, tuple(BLOCK_SIZE_SOURCES))
         if not self.block_sizes:
@@ -187,12 +260,28 @@ class SweepConfig:
             raise ValueError("draft_windows is empty; use (None,) for no window.")
         for window in self.draft_windows:
             check_window(window)
+        if not self.policies:
+            raise ValueError("policies is empty; use (None,) for blocks of one size throughout.")
+        for policy in self.policies:
+            if not isinstance(policy, str):
+                check_policy(policy)
         whole("max_new_tokens", self.max_new_tokens, 1, "Ask for one token at least.")
         whole("repeats", self.repeats, 1, "Every prompt is decoded that many times a cell.")
         if self.max_prompts is not None:
             whole("max_prompts", self.max_prompts, 1, "None takes every prompt of the set.")
+        if self.random_state is not None:
+            whole("random_state", self.random_state, 0, "None keeps the order of the file.")
         one_of("backend", self.backend, BACKENDS)
         one_of("timing", self.timing, TIMINGS)
+        if self.seed is None:
+            raise ValueError("seed is None; a sweep can be repeated, so name one, 0 for example.")
+        for name, value in check_sampling(self).items():
+            object.__setattr__(self, name, value)
+        if self.library_baseline and (self.temperature, self.repetition_penalty) != (0, 1):
+            raise ValueError(
+                "the library's generator is timed greedy and without a penalty; sweep at "
+                "temperature 0 with repetition_penalty 1, or without library_baseline."
+            )
         for dtype in (self.dtype, *self.plain_dtypes):
             one_of("dtype", dtype, DTYPES)
         if self.categories is not None and not self.categories:

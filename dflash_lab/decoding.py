@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from dflash_lab.checkpoint import CheckpointError, DraftConfig
 from dflash_lab.config import BLOCK_SIZE_SOURCES, DecodeConfig, check_block_size
 from dflash_lab.load import Pair, PromptLike
 from dflash_lab.policies import Steering, has_hook
+from dflash_lab.sampling import Sampling, new_seed
+from dflash_lab.texts import StopStrings, stop_place
 from dflash_lab.trace import BlockRecord, DecodeRequest, PrefillRecord, StageSeconds, Trace
 
 Record = PrefillRecord | BlockRecord
@@ -59,10 +61,16 @@ class Stopwatch:
         return StageSeconds(total=self.total(), **self.laps)
 
 
-def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) -> Iterator[Record]:
+def run_blocks(
+    session: Session,
+    prompt: Sequence[int],
+    request: DecodeRequest,
+    read: Callable[[Sequence[int]], str],
+) -> Iterator[Record]:
     """Decode one prompt, yielding a record of the prefill and then of each block.
 
-    What the caller does between two records is not counted.
+    `read` makes text of new tokens, for stop strings. What the caller does between two records is
+    not counted.
     """
     rule = RULES[request.rule]
     watch = Stopwatch(session.synchronize, stages=request.timing == "stages")
@@ -71,9 +79,11 @@ def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) 
     yield PrefillRecord(prompt_length=len(prompt), token=anchor, seconds=watch.total())
 
     steering = Steering(request.policy, request.block_size)
+    stops = StopStrings(request.stop_strings, read)
+    stops.kept((anchor,))
     index, start = 0, len(prompt)
     budget = min(request.max_new_tokens, request.context_limit - start) - 1
-    while budget > 0 and anchor not in request.stop_tokens:
+    while budget > 0 and anchor not in request.stop_tokens and not stops.found:
         watch.restart()
         size = min(steering.width(), request.context_limit - start)
         block = session.draft(anchor, size)
@@ -85,7 +95,7 @@ def run_blocks(session: Session, prompt: Sequence[int], request: DecodeRequest) 
         session.commit(accepted)
         watch.lap("commit")
         tokens = (*verdict.drafted[:accepted], verdict.posterior[accepted])
-        emitted = kept(tokens, request.stop_tokens, budget)
+        emitted = stops.kept(tokens[: kept(tokens, request.stop_tokens, budget)])
         yield BlockRecord(
             index=index,
             start=start,
@@ -157,7 +167,13 @@ def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
                 f"layer {layer} of the draft slides over {window} positions, fewer than the block "
                 f"size {size}. Use a block size of at most {window}."
             )
+    if config.stop_strings and pair.tokenizer is None:
+        raise ValueError(
+            f"stop_strings are {', '.join(map(repr, config.stop_strings))}, but this pair has no "
+            "tokenizer to make text with. Use stop_tokens, which are ids."
+        )
     ends = frozenset() if config.ignore_end else pair.stop_tokens
+    draws = config.temperature > 0
     return DecodeRequest(
         block_size=size,
         block_size_requested=requested,
@@ -173,10 +189,23 @@ def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
         rule=config.rule,
         proposal=config.proposal,
         temperature=config.temperature,
-        seed=config.seed,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        probabilities=config.probabilities,
+        seed=new_seed() if draws and config.seed is None else config.seed,
+        stop_strings=config.stop_strings,
         timing=config.timing,
         policy=config.policy,
     )
+
+
+def sampling_of(request: DecodeRequest) -> Sampling | None:
+    """What a session needs to draw tokens; None where it takes the best ones and tells no more."""
+    names = (field.name for field in fields(Sampling) if field.name != "seed")
+    made = Sampling(seed=request.seed or 0, **{name: getattr(request, name) for name in names})
+    return None if made.is_plain else made
 
 
 def check_prompt(pair: Pair, ids: Sequence[int]) -> None:
@@ -212,7 +241,9 @@ def stream(
 
 def run_session(pair: Pair, ids: Sequence[int], request: DecodeRequest) -> Iterator[Record]:
     """The records of one prompt in a session of its own, closed at the end."""
-    session = pair.models.session(request.draft_window, speculate=request.block_size > 1)
+    sampling = sampling_of(request)
+    drawn = {} if sampling is None else {"sampling": sampling}
+    session = pair.models.session(request.draft_window, speculate=request.block_size > 1, **drawn)
     if has_hook(request.policy, "rows") and not hasattr(session, "confidences"):
         raise ValueError(
             f"the policy {request.policy.name!r} looks at the draft's confidences, which the "
@@ -220,7 +251,8 @@ def run_session(pair: Pair, ids: Sequence[int], request: DecodeRequest) -> Itera
             "width() alone."
         )
     with closing(session):
-        yield from run_blocks(session, ids, request)
+        read = partial(pair.text, stop_tokens=request.stop_tokens)
+        yield from run_blocks(session, ids, request, read)
 
 
 def decode(
@@ -252,13 +284,16 @@ def decode(
     prefill, blocks = records[0], tuple(records[1:])
     assert isinstance(prefill, PrefillRecord)
     tokens = (prefill.token, *(token for block in blocks for token in block.tokens))
+    text = pair.text(tokens, request.stop_tokens)
+    place = stop_place(text, request.stop_strings)
+    ended = finish_reason(tokens, len(encoded.ids), request, stopped=place is not None)
     return Trace(
         request=request,
         prompt_ids=encoded.ids,
         prefill=prefill,
         blocks=blocks,
-        text=pair.text(tokens, request.stop_tokens),
-        finish_reason=finish_reason(tokens, len(encoded.ids), request) or "cancelled",
+        text=text[:place],
+        finish_reason=ended or "cancelled",
         total_s=total,
         peak_bytes=pair.models.peak_bytes(),
         thinking=encoded.thinking,
@@ -266,12 +301,14 @@ def decode(
     )
 
 
-def finish_reason(tokens: Sequence[int], prompt_length: int, request: DecodeRequest) -> str | None:
-    """Why an output ends here: an end token goes before a limit reached by the same token.
+def finish_reason(
+    tokens: Sequence[int], prompt_length: int, request: DecodeRequest, stopped: bool = False
+) -> str | None:
+    """Why an output ends here: a stop goes before a limit reached by the same token.
 
-    None where it does not end by itself.
+    `stopped` says that a stop string is complete. None where the output does not end by itself.
     """
-    if tokens[-1] in request.stop_tokens:
+    if stopped or tokens[-1] in request.stop_tokens:
         return "stop"
     if len(tokens) == request.max_new_tokens:
         return "length"

@@ -9,26 +9,44 @@ from __future__ import annotations
 import asyncio
 import html
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import RLock, Timer
 from typing import Any
 
+from dflash_lab.costs import CostTable
 from dflash_lab.panels import (
+    FIRST,
     Found,
     Panels,
+    arms,
     facts,
     facts_html,
     place_name,
+    tasks,
     window_name,
     window_order,
 )
+from dflash_lab.scaling import WhatIf
 from dflash_lab.store import Run, open_run
-from dflash_lab.tokens import trace_html
+from dflash_lab.tokens import ShownTrace, trace_html
+from dflash_lab.viewer import NOTHING, bundle_of, trace_widget, view
+from dflash_lab.widget_parts import import_widgets, problem_html, wide
 
 AHEAD_S = 4.0  # outside a notebook pictures are drawn ahead for so long
+ALL, ALL_TASKS = "all", "all prompts"
 FULL = "full"  # of the window slider, whose value cannot be None
+FURTHER = {
+    "acceptance rate and tau": "acceptance",
+    "accepted drafts per block": "lengths",
+    "time of a block": "cost",
+    "time of a block by stages": "stages",
+    "block size and window as a grid": "heatmap",
+    "memory": "memory",
+    "task by task": "tasks",
+    "along the context": "depth",
+}  # figures of `panels` that are shown one at a time
+LACKING = "This cell does not hold this prompt."
 IDLE_S = 0.05  # in a notebook they are drawn with such pauses
 QUIET_S = 0.1  # a picture that has to be drawn waits for so long a pause between changes
 STYLE = """<style>
@@ -42,25 +60,18 @@ STYLE = """<style>
 </style>"""
 
 
-def explore(run: Run | str | Path) -> Explorer:
+def explore(run: Run | str | Path, *, costs: CostTable | None = None) -> Explorer:
     """The panel of a run: block size and draft window on sliders, and one prompt's text.
 
-    Raises ImportError naming the way out where ipywidgets is not installed, ValueError for a run in
-    which no cell of our own loop is finished.
+    With a cost table, or where the run was timed by stages, costs can be scaled to see where the
+    fastest setting would move. Raises ImportError naming the way out where ipywidgets is not
+    installed, ValueError for a run in which no cell of our own loop is finished.
     """
-    widgets = _ipywidgets()
-    return Explorer(run if isinstance(run, Run) else open_run(run), widgets)
-
-
-def _ipywidgets() -> Any:
-    try:
-        import ipywidgets
-    except ImportError as error:
-        raise ImportError(
-            'the explorer needs ipywidgets: pip install "ipywidgets>=8.1", then restart the '
-            "kernel. dl.report(run) writes the same sliders into a page that needs no kernel."
-        ) from error
-    return ipywidgets
+    widgets = import_widgets(
+        "the explorer",
+        "dl.report(run) writes the same sliders into a page that needs no kernel.",
+    )
+    return Explorer(run if isinstance(run, Run) else open_run(run), widgets, costs)
 
 
 class LatestOnly:
@@ -99,57 +110,98 @@ class LatestOnly:
 
 
 class Explorer:
-    """The panel: `block_size`, `draft_window`, `prompt` and `lines` choose, `view` shows."""
+    """The panel: `block_size`, `draft_window`, `prompt` and `figure` choose, `view` shows.
 
-    def __init__(self, run: Run, widgets: Any):
-        self.panels = Panels(run)
+    `arm` and `task` choose among what the run holds, `costs` what another machine might cost.
+    """
+
+    def __init__(self, run: Run, widgets: Any, table: CostTable | None = None):
+        self.run, self.table = run, table
+        self._arms = arms(run)
+        self._made: dict[tuple[str, str], Panels] = {}
+        self._trace: ShownTrace | None = None
+        self._lock, self._moving = RLock(), False
+        self._jobs = LatestOnly(QUIET_S)
+        self._make_pickers(widgets)
+        self.panels = self._panels()
         if self.panels.grid is None:
             raise ValueError(f"no cell of {run.path} was decoded by our own loop: nothing to show.")
-        self._lock = RLock()
-        self._jobs = LatestOnly(QUIET_S)
-        start = self.panels.start
-        self.block_size = widgets.SelectionSlider(
-            options=[(str(size), size) for size in self.panels.grid.block_sizes],
-            value=start.block_size,
-            description="block size",
-            **_wide(widgets),
-        )
-        windows = self.panels.grid.draft_windows
-        self.draft_window = widgets.SelectionSlider(
-            options=[(window_name(window), window or FULL) for window in windows],
-            value=start.draft_window or FULL,
-            description="sliding-window size (draft)",
-            disabled=len(windows) == 1,
-            **_wide(widgets),
-        )
-        self.prompt = widgets.Dropdown(
-            options=[(prompt.label, prompt.key) for prompt in self.panels.traces.prompts],
-            description="prompt",
-            **_wide(widgets),
-        )
-        self.lines = widgets.Checkbox(
-            description="each block on a line of its own, with everything that was drafted",
-            indent=False,
-            layout=widgets.Layout(width="100%"),
-        )
-        self.problem = widgets.HTML()
-        self.view = widgets.HTML()
+        self._make_controls(widgets)
+        self.problem, self.view = widgets.HTML(), widgets.HTML()
+        self.viewer = trace_widget()
+        self.costs = WhatIf(widgets, self._complain)
+        self._offer()
         self._show()
-        for control in (self.block_size, self.draft_window, self.prompt, self.lines):
-            control.observe(self._changed, names="value")
-        self.widget = widgets.VBox(
-            [
-                *(self.block_size, self.draft_window, self.prompt, self.lines),
-                *(self.problem, self.view),
-            ]
-        )
+        self._observe()
+        pickers = [picker for picker in (self.arm, self.task) if len(picker.options) > 1]
+        sliders = [self.block_size, self.draft_window, self.figure]
+        shown = [self.problem, self.view, self.costs.widget, self.prompt, self.viewer]
+        self.widget = widgets.VBox([*pickers, *sliders, *shown])
         self._draw_ahead()
+
+    def _make_pickers(self, widgets: Any) -> None:
+        labels = list(self._arms) or [ALL]
+        self.arm = widgets.Dropdown(options=labels, description="cells", **wide(widgets))
+        names = [(ALL_TASKS, ALL), *((task, task) for task in tasks(self.run))]
+        self.task = widgets.Dropdown(
+            options=names if len(names) > 2 else names[:1], description="task", **wide(widgets)
+        )
+        self._begin_at_the_choice(Panels(self.run))
+
+    def _begin_at_the_choice(self, panels: Panels) -> None:
+        """Point the pickers at the cells among which the run's own recommendation lies."""
+        ids = set() if panels.grid is None else set(panels.grid.cells.values())
+        mine = (label for label, cell in self._arms.items() if cell.id in ids)
+        self.arm.value = next(mine, self.arm.value)
+        self._made[self.arm.value, ALL] = panels
+
+    def _make_controls(self, widgets: Any) -> None:
+        room = wide(widgets)
+        self.block_size = widgets.SelectionSlider(
+            options=[("1", 1)], description="block size", **room
+        )
+        self.draft_window = widgets.SelectionSlider(
+            options=[(FULL, FULL)], description="sliding-window size (draft)", **room
+        )
+        self.prompt = widgets.Dropdown(description="prompt", **room)
+        self.figure = widgets.Dropdown(options=list(FURTHER.items()), description="beside", **room)
+
+    def _offer(self) -> None:
+        """Let the controls offer what the panels hold, at the values that they had if they can."""
+        grid, start = self.panels.grid, self.panels.start
+        windows = [(window_name(window), window or FULL) for window in grid.draft_windows]
+        offers = (
+            (self.block_size, [(str(n), n) for n in grid.block_sizes], start.block_size),
+            (self.draft_window, windows, start.draft_window or FULL),
+            (self.prompt, [(p.label, p.key) for p in self.panels.traces.prompts], None),
+        )
+        for control, options, value in offers:
+            values = [value for _, value in options]
+            kept = control.value if self._moving and control.value in values else value
+            control.options = options
+            control.value = kept if kept in values else next(iter(values), None)
+        self.draft_window.disabled = len(windows) == 1
+        self.costs.look_at(Run(path=self.run.path, cells=self.panels.gridded.cells), self.table)
+
+    def _observe(self) -> None:
+        for control in (self.block_size, self.draft_window, self.prompt, self.figure):
+            control.observe(self._changed, names="value")
+        for picker in (self.arm, self.task):
+            picker.observe(self._picked, names="value")
+        for picker in (self.arm, self.task, self.figure):
+            picker.observe(lambda change: self._draw_when_idle(), names="value")
+
+    def _panels(self) -> Panels:
+        """What the pickers point at; read once."""
+        key = (self.arm.value, self.task.value)
+        if key not in self._made:
+            task = None if self.task.value == ALL else self.task.value
+            self._made[key] = Panels(self.run, self._arms.get(self.arm.value), task)
+        return self._made[key]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """The widget for a live notebook, and its twin in HTML for every other reader."""
-        bundle = self.widget._repr_mimebundle_()
-        if isinstance(bundle, tuple):
-            bundle = bundle[0]
+        bundle = bundle_of(self.widget._repr_mimebundle_())
         return {**bundle, "text/html": self.html, "text/plain": repr(self)}
 
     @property
@@ -161,7 +213,8 @@ class Explorer:
     @property
     def html(self) -> str:
         """What the panel shows, without its controls."""
-        return self.view.value
+        text = f"<p>{LACKING}</p>" if self._trace is None else trace_html(self._trace)
+        return f"{self.view.value}{self.costs.picture.value}{text}"
 
     def __repr__(self) -> str:
         grid = self.panels.grid
@@ -172,10 +225,29 @@ class Explorer:
             f"{place_name(self.found.block_size, self.found.draft_window)}"
         )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The figures that are shown."""
+        return (*FIRST, self.figure.value)
+
+    def _picked(self, change: Any) -> None:
+        """Other cells or another task: the controls offer theirs, and what is shown follows."""
+        with self._lock:
+            try:
+                self.panels, self._moving = self._panels(), True
+                self._offer()
+            except Exception as error:
+                return self._complain(error)
+            finally:
+                self._moving = False
+        self._changed(change)
+
     def _changed(self, change: Any) -> None:
         """A control was moved: show its cell now if it is drawn, soon if it is not."""
+        if self._moving:
+            return
         try:
-            if self.panels.drawn(self.found.cell):
+            if self.panels.drawn(self.found.cell, self.names):
                 self._jobs.cancel()
                 self._show()
             else:
@@ -188,65 +260,69 @@ class Explorer:
         with self._lock:
             try:
                 self.view.value = self._view_html()
+                self._show_trace()
                 self.problem.value = ""
             except Exception as error:
                 self._complain(error)
 
+    def _show_trace(self) -> None:
+        self._trace = self.panels.traces.of(self.found.cell, self.prompt.value)
+        told = NOTHING | {"note": LACKING} if self._trace is None else view(self._trace)
+        if told != self.viewer.trace:
+            with self.viewer.hold_sync():
+                self.viewer.block, self.viewer.trace = 0, told
+
     def _view_html(self) -> str:
         found = self.found
-        pictures = "".join(shown.html for shown in self.panels.pictures(found.cell))
+        pictures = "".join(shown.html for shown in self.panels.pictures(found.cell, self.names))
         readout = facts_html(facts(self.panels.rows[found.cell]))
         return (
             f'{STYLE}<div class="dl-view tex2jax_ignore">{self._answer_html()}'
             f"<p><b>{html.escape(found.words)}</b></p>{readout}"
-            f'<div class="pictures">{pictures}</div>{self._trace_html(found.cell)}</div>'
+            f'<div class="pictures">{pictures}</div></div>'
         )
 
     def _answer_html(self) -> str:
-        choice = self.panels.choice
-        return f"<p>{html.escape(choice.sentence if choice else self.panels.main.problem)}</p>"
-
-    def _trace_html(self, cell: str) -> str:
-        trace = self.panels.traces.of(cell, self.prompt.value)
-        if trace is None:
-            return "<p>This cell does not hold this prompt.</p>"
-        return trace_html(trace, lines=self.lines.value)
+        choice, task = self.panels.choice, self.panels.task
+        words = choice.sentence if choice else self.panels.main.problem
+        told = "" if task is None else f" That is of all tasks; shown is {task} alone."
+        return f"<p>{html.escape(words + told)}</p>"
 
     def _complain(self, error: Exception) -> None:
-        kind, message = type(error).__name__, str(error)
-        trace = "".join(traceback.format_exception(error))
-        self.problem.value = (
-            f'<div role="alert"><p><b>{html.escape(kind)}</b>: {html.escape(message)}</p>'
-            f"<p>The picture below is the last one that could be made. Move a slider to try again."
-            f"</p><details><summary>where it happened</summary><pre>{html.escape(trace)}</pre>"
-            "</details></div>"
-        )
+        hint = "The picture below is the last one that could be made. Move a slider to try again."
+        self.problem.value = problem_html(error, hint)
 
     def _draw_ahead(self) -> None:
-        """Draw cells before they are asked for, the nearest first.
+        """Draw cells before they are asked for, the nearest first: when idle, else for a while."""
+        if not self._draw_when_idle():
+            cells, began = iter(self._by_distance()), time.monotonic()
+            while time.monotonic() - began < AHEAD_S and self._draw_next(cells):
+                pass
 
-        In a notebook between its cells, one at a time and on the same thread, never beside them:
-        matplotlib's settings are global while a figure is made. Elsewhere at once, for a while.
+    def _draw_when_idle(self) -> bool:
+        """Draw in a notebook between its cells; whether there is one.
+
+        One at a time and on the same thread, never beside them: matplotlib's settings are global
+        while a figure is made. What is to be drawn now replaces what was before.
         """
-        cells = iter(self._by_distance())
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            began = time.monotonic()
-            while time.monotonic() - began < AHEAD_S and self._draw_next(cells):
-                pass
-        else:
-            loop.call_later(IDLE_S, self._draw_on, loop, cells)
+            return False
+        self._ahead = iter(self._by_distance())
+        loop.call_later(IDLE_S, self._draw_on, loop, self._ahead)
+        return True
 
     def _draw_on(self, loop: asyncio.AbstractEventLoop, cells: Iterator[str]) -> None:
-        if self._draw_next(cells):
+        if cells is self._ahead and self._draw_next(cells):
             loop.call_later(IDLE_S, self._draw_on, loop, cells)
 
     def _draw_next(self, cells: Iterator[str]) -> bool:
         """Draw one of `cells` that is not drawn yet; whether there was one."""
-        cell = next((cell for cell in cells if not self.panels.drawn(cell)), None)
+        panels, names = self.panels, self.names
+        cell = next((cell for cell in cells if not panels.drawn(cell, names)), None)
         if cell is not None:
-            self.panels.pictures(cell)
+            panels.pictures(cell, names)
         return cell is not None
 
     def _by_distance(self) -> list[str]:
@@ -262,11 +338,3 @@ class Explorer:
             grid.cells[place]
             for place in sorted(grid.cells, key=lambda p: (steps(p), p[0], window_order(p[1])))
         ]
-
-
-def _wide(widgets: Any) -> dict[str, Any]:
-    """Room for the whole description of a control."""
-    return {
-        "style": {"description_width": "16em"},
-        "layout": widgets.Layout(width="min(100%, 46em)"),
-    }

@@ -295,7 +295,7 @@ def load_spec(spec: PairSpec, progress: Callable[[str], None] | None = None) -> 
     )
 
 
-DRAFT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+DRAFT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "reference.json")
 TARGET_FILES = (
     *DRAFT_FILES,
     "generation_config.json",

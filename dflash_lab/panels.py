@@ -8,29 +8,41 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from dflash_lab import plot
 from dflash_lab.analyse import (
+    COMPARABLE,
     OWN,
     Choice,
     cell_frame,
     choose,
     comparable,
+    depth_frame,
     hardware_classes,
+    length_frame,
     records,
+    stage_frame,
     survival_frame,
+    task_frame,
 )
+from dflash_lab.plot.explored import marked_grid
 from dflash_lab.store import Cell, FailedCell, Run
-from dflash_lab.tokens import ShownTrace, stored_trace
+from dflash_lab.tokens import Traces
 
 Place = tuple[int, int | None]  # a block size and a draft window
+FIRST = ("throughput", "survival")  # the figures that are always shown
 SAME = (
     *("engine", "backend", "dtype", "device", "hardware", "attention"),
     *("target", "target_sha", "template_sha", "chat", "thinking"),
-    *("prompts", "temperature", "max_new_tokens", "timing", "repeats"),
+    *("prompts", "temperature", "sampling", "max_new_tokens", "timing", "repeats"),
 )  # of a request: what the cells of one grid have in common, beside the draft
 
 
@@ -234,50 +246,67 @@ def to_image(figure: Any, salt: str) -> Image:
     )
 
 
-# Texts
+# The kinds of cells that a run holds
+
+ARM_NAMES = ("hardware", "backend", "device", "dtype", "target", "draft", "timing", "temperature")
+
+
+def arms(run: Run) -> dict[str, Cell]:
+    """A drafting cell of each grid, by what tells the grids apart; the largest grid first."""
+    own = [cell for cell in run.cells if cell.engine == OWN and cell.block_size > 1]
+    own = [cell for cell in own if cell.request.get("policy") is None]
+    first: dict[frozenset[str], Cell] = {}
+    for cell in own:
+        names = frozenset(c.id for c in own if _alike(c, cell))
+        first.setdefault(names, cell)
+    found = [first[names] for names in sorted(first, key=len, reverse=True)]
+    told = [name for name in ARM_NAMES if len({str(c.request.get(name)) for c in found}) > 1]
+    labels: dict[str, Cell] = {}
+    for cell in found:
+        words = ", ".join(f"{name} {cell.request.get(name)}" for name in told) or "all cells"
+        label = words if words not in labels else f"{words} (like cell {cell.id})"
+        labels[label] = cell
+    return labels
+
+
+def like(run: Run, cell: Cell) -> Run:
+    """The cells that one figure may hold beside `cell`."""
+
+    def fits(other: Cell | FailedCell) -> bool:
+        asked, own = other.request, cell.request
+        if asked.get("policy") is not None:
+            return False
+        return asked.get("draft_sha") in (None, own.get("draft_sha")) and all(
+            asked.get(name) == own.get(name) for name in COMPARABLE
+        )
+
+    kept, failed = tuple(filter(fits, run.cells)), tuple(filter(fits, run.failed))
+    return replace(run, cells=kept, failed=failed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptKey:
-    """One decoded prompt, as texts.json names it."""
+class OfTask(Run):
+    """A run as if the prompts of one task were all it held."""
 
-    key: str
-    label: str
+    task: str
 
+    def blocks(self, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._mine(Run.blocks(self), columns)
 
-class Traces:
-    """The texts of a run's cells, read once and put together when asked for."""
+    def prompts(self, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._mine(Run.prompts(self), columns)
 
-    COLUMNS = ("cell", "prompt_id", "turn", "repeat", "index", "drafted", "accepted", "emitted")
-
-    def __init__(self, run: Run, cells: Iterable[str]):
-        wanted = list(dict.fromkeys(cells))
-        self.texts = {cell: run.texts(cell) for cell in wanted}
-        self.blocks: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for row in run.blocks().select(list(self.COLUMNS)).to_pylist():
-            if row["cell"] in self.texts:
-                self.blocks.setdefault((row["cell"], _key(row)), []).append(row)
-        rows = run.prompts().select(["cell", "prompt_id", "turn", "repeat"]).to_pylist()
-        known = {_key(row): row for row in rows if row["cell"] in self.texts}
-        self.prompts = tuple(PromptKey(key=key, label=_label(row)) for key, row in known.items())
-
-    def of(self, cell: str, key: str) -> ShownTrace | None:
-        """The trace of one prompt in one cell; None where the cell lacks the prompt."""
-        texts = self.texts[cell]
-        if key not in texts["pieces"]:
-            return None
-        blocks = sorted(self.blocks.get((cell, key), []), key=lambda row: row["index"])
-        return stored_trace(texts["pieces"][key], blocks, texts["tokens"])
+    def _mine(self, table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+        prompts = Run.prompts(self, ("prompt_id", "task"))
+        mine = prompts.filter(pc.equal(prompts["task"], self.task))["prompt_id"]
+        kept = table.filter(pc.is_in(table["prompt_id"], mine.combine_chunks()))
+        return kept if columns is None else kept.select(list(columns))
 
 
-def _key(row: Mapping[str, Any]) -> str:
-    return f"{row['prompt_id']}|{row['turn']}|{row['repeat']}"
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    turn = f", turn {row['turn'] + 1}" if row["turn"] else ""
-    repeat = f", repeat {row['repeat'] + 1}" if row["repeat"] else ""
-    return f"{row['prompt_id']}{turn}{repeat}"
+def tasks(run: Run) -> tuple[str, ...]:
+    """The tasks that the prompts of a run name."""
+    named = pc.unique(run.prompts(("task",))["task"]).to_pylist()
+    return tuple(sorted(task for task in named if task))
 
 
 # All of it together
@@ -301,7 +330,7 @@ def answer(run: Run, hardware: str) -> Answer:
 
 
 class Panels:
-    """One run, looked at through two sliders.
+    """One run, looked at through two sliders; of one arm, and of one task's prompts, if named.
 
     They move over the cells like the recommended one, on the hardware class with most cells; where
     nothing is recommended, over the largest grid of our own loop. `grid` is None where there is
@@ -309,27 +338,37 @@ class Panels:
     and `left_out` counts the rest. Raises ValueError for a run without a finished cell.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, arm: Cell | None = None, task: str | None = None):
         if not run.cells:
             raise ValueError(
                 f"the run in {run.path} has no finished cell ({len(run.failed)} failed). "
                 "Run its sweep again."
             )
-        self.run = run
+        self.run = run = run if arm is None else like(run, arm)
+        self.arm, self.task = arm, task
         classes = hardware_classes(run)
         self.answers = tuple(answer(run, hardware) for hardware in classes)
         self.main = max(self.answers, key=self._weight)
         self.choice = self.main.choice
         parts = {name: comparable(run.select(hardware=name)) for name in classes}
         self.left_out = len(run.cells) - sum(len(part.cells) for part in parts.values())
-        frames = {name: cell_frame(part) for name, part in parts.items()}
+        seen = {name: self._of_task(part) for name, part in parts.items()}
+        frames = {name: cell_frame(part) for name, part in seen.items()}
         self.frame = frames[self.main.hardware]
         self.rows = {row["cell"]: row for frame in frames.values() for row in records(frame)}
         here = parts[self.main.hardware]
-        self.survival = survival_frame(here)
+        self.survival = survival_frame(seen[self.main.hardware])
         self.grid = self._grid(here)
-        self.traces = Traces(run, [] if self.grid is None else self.grid.cells.values())
-        self._drawn: dict[str, tuple[Image, Image]] = {}
+        cells = set() if self.grid is None else set(self.grid.cells.values())
+        kept = tuple(cell for cell in here.cells if cell.id in cells)
+        self.gridded = self._of_task(replace(here, cells=kept))  # the cells of the grid
+        self.traces = Traces(self.gridded, cells)
+        self._drawn: dict[tuple[str, str], Image] = {}
+
+    def _of_task(self, run: Run) -> Run:
+        if self.task is None:
+            return run
+        return OfTask(path=run.path, cells=run.cells, failed=run.failed, task=self.task)
 
     def _weight(self, found: Answer) -> tuple[bool, int]:
         cells = sum(cell.hardware == found.hardware for cell in self.run.cells)
@@ -337,34 +376,58 @@ class Panels:
 
     def _grid(self, here: Run) -> Grid | None:
         own = [cell for cell in here.cells if cell.engine == OWN]
-        if self.choice is not None:
+        if self.arm is not None:
+            own = [self.arm]
+        elif self.choice is not None:
             own = [here.cell(self.choice.cell)]
         grids = [make_grid(here, cell) for cell in own]
         return max(grids, key=lambda grid: len(grid.cells), default=None)
 
     @property
     def start(self) -> Found:
-        """Where the sliders stand at first: the recommended cell."""
+        """Where the sliders stand at first: the recommended cell, if the grid has it."""
         assert self.grid is not None
-        if self.choice is None:
+        if self.choice is None or self.choice.cell not in self.grid.cells.values():
             return self.grid.find(self.grid.block_sizes[0], self.grid.draft_windows[-1])
         return self.grid.find(self.choice.block_size, self.choice.draft_window)
 
-    def drawn(self, cell: str) -> bool:
-        return cell in self._drawn
+    @property
+    def cells(self) -> pd.DataFrame:
+        """The rows of the frame that the sliders move over."""
+        return self.frame[self.frame["cell"].isin(self.grid.cells.values())]
 
-    def pictures(self, cell: str) -> tuple[Image, Image]:
-        """Throughput and survival with one cell of the grid marked; each is drawn once."""
+    @cached_property
+    def lengths(self) -> pd.DataFrame:
+        return length_frame(self.gridded)
+
+    def drawn(self, cell: str, names: Sequence[str] = FIRST) -> bool:
+        return all((name, cell) in self._drawn for name in names)
+
+    def pictures(self, cell: str, names: Sequence[str] = FIRST) -> tuple[Image, ...]:
+        """Figures with one cell of the grid marked, by their names; each is drawn once."""
         with plot.DRAWING:
-            if cell not in self._drawn:
-                self._drawn[cell] = self._draw(cell)
-            return self._drawn[cell]
+            for name in names:
+                if (name, cell) not in self._drawn:
+                    self._drawn[name, cell] = self._draw(name, cell)
+            return tuple(self._drawn[name, cell] for name in names)
 
-    def _draw(self, cell: str) -> tuple[Image, Image]:
+    def _draw(self, name: str, cell: str) -> Image:
         assert self.grid is not None
-        place = self.grid.place_of(cell)
-        shown = self.survival[self.survival["cell"].isin(self.grid.cells.values())]
-        return (
-            to_image(plot.throughput(self.frame, self.choice, highlight=place), "throughput"),
-            to_image(plot.survival(shown, highlight=place), "survival"),
-        )
+        return to_image(FIGURES[name](self, self.grid.place_of(cell)), name)
+
+
+# What can be drawn of a run with one place of the grid marked, by name.
+FIGURES: dict[str, Callable[[Panels, Place], plot.Picture]] = {
+    "throughput": lambda p, at: plot.throughput(p.frame, p.choice, highlight=at),
+    "survival": lambda p, at: plot.survival(
+        p.survival[p.survival["cell"].isin(p.grid.cells.values())], highlight=at
+    ),
+    "acceptance": lambda p, at: plot.acceptance(p.cells, highlight=at),
+    "lengths": lambda p, at: plot.lengths(p.lengths, highlight=at),
+    "cost": lambda p, at: plot.cost(p.cells, highlight=at),
+    "stages": lambda p, at: plot.stages(stage_frame(p.gridded), at[1]),
+    "heatmap": lambda p, at: marked_grid(p.cells, p.choice, at),
+    "memory": lambda p, at: plot.memory(p.cells),
+    "tasks": lambda p, at: plot.tasks(task_frame(p.gridded)),
+    "depth": lambda p, at: plot.depth(depth_frame(p.gridded)),
+}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, overload
 
-from dflash_lab.config import check_block_size, whole
+from dflash_lab.config import check_block_size, check_policy, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,11 @@ def describe_policy(policy: Any) -> dict[str, Any] | None:
     fields = dataclasses.fields(policy) if named else ()
     settings = {field.name: getattr(policy, field.name) for field in fields}
     return {"name": policy.name, "version": policy.version, "settings": settings}
+
+
+def policy_label(policy: Mapping[str, Any] | None) -> str | None:
+    """Name and version of what `describe_policy` told; None without a policy."""
+    return None if policy is None else f"{policy['name']} {policy['version']}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,3 +231,59 @@ class BackOff:
             return -2
         full = sum(block.accepted == block.rows - 1 for block in recent)
         return 2 if rate >= 0.85 and full >= 0.75 * len(recent) else 0
+
+
+# A policy from text
+
+NAMED = {
+    "fixed": Fixed,
+    "confidence": ConfidenceThreshold,
+    "survival": SurvivalTimesCost,
+    "back-off": BackOff,
+}
+FORM = (
+    "expected none, fixed, confidence:threshold=0.5, survival, back-off:start=8,ceiling=16, or "
+    "your own as MODULE:NAME"
+)
+
+
+def read_policy(text: str, costs: Mapping[tuple[int, int], float] | None = None) -> Any:
+    """The policy that a text names, None for "none".
+
+    NAME, or NAME:setting=number,...; anything else before the colon is a module that holds the
+    policy, or the class to make it from. `costs` are what "survival" weighs by. Raises ValueError.
+    """
+    name, _, rest = text.strip().partition(":")
+    if name == "none" and not rest:
+        return None
+    if name in NAMED:
+        given = {"costs": costs} if name == "survival" and costs is not None else {}
+        return _made(NAMED[name], given | _settings(text, rest), text)
+    if not rest:
+        raise ValueError(f"the policy is {text!r}; {FORM}.")
+    try:
+        found = getattr(import_module(name), rest)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the policy {text!r} cannot be imported: {error}; {FORM}.") from error
+    policy = _made(found, {}, text) if isinstance(found, type) else found
+    check_policy(policy)
+    return policy
+
+
+def _made(kind: type, settings: Mapping[str, Any], text: str) -> Any:
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        needs = " It needs a cost table." if kind is SurvivalTimesCost else ""
+        raise ValueError(f"the policy {text!r} cannot be made: {error}.{needs}") from error
+
+
+def _settings(text: str, rest: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in rest.split(",") if rest else ():
+        key, _, value = part.partition("=")
+        try:
+            found[key.strip()] = int(value) if value.strip().isdigit() else float(value)
+        except ValueError as error:
+            raise ValueError(f"the policy {text!r} has the setting {part!r}; {FORM}.") from error
+    return found

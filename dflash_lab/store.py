@@ -289,6 +289,8 @@ def block_row(block: BlockRecord) -> dict[str, Any]:
         "verify_s": block.seconds.verify,
         "commit_s": block.seconds.commit,
         "total_s": block.seconds.total,
+        "draft_prob": block.draft_prob,
+        "target_prob": block.target_prob,
     }
 
 
@@ -473,11 +475,12 @@ def summarise(lines: Sequence[Mapping[str, Any]], complaints: Sequence[str] = ()
     prompts = [line["prompt"] for line in lines]
     blocks = [block for line in lines for block in line["blocks"]]
     counted = [block for block in blocks if not block["cut"]]
-    reasons = [prompt["finish_reason"] for prompt in prompts]
+    reasons = [prompt["finish_reason"] for prompt in prompts if prompt["finish_reason"]]
+    orders = [prompt["order"] for prompt in prompts if prompt["order"] is not None]
     return {
         "prompts": len({prompt["prompt_id"] for prompt in prompts}),
         "decodes": len(prompts),
-        "prompt_tokens": sum(len(prompt["prompt_ids"]) for prompt in prompts),
+        "prompt_tokens": sum(len(prompt["prompt_ids"] or ()) for prompt in prompts),
         "tokens": sum(len(prompt["new_ids"]) for prompt in prompts),
         "tokens_after_first": sum(max(0, len(prompt["new_ids"]) - 1) for prompt in prompts),
         "blocks": len(blocks),
@@ -487,15 +490,21 @@ def summarise(lines: Sequence[Mapping[str, Any]], complaints: Sequence[str] = ()
         "emitted": sum(block["emitted"] for block in blocks),
         "drafted_uncut": sum(len(block["drafted"]) for block in counted),
         "accepted_uncut": sum(block["accepted"] for block in counted),
-        "ttft_s": sum(prompt["ttft_s"] for prompt in prompts),
-        "decode_s": sum(prompt["decode_s"] for prompt in prompts),
-        "total_s": sum(prompt["total_s"] for prompt in prompts),
+        "ttft_s": _total(prompt["ttft_s"] for prompt in prompts),
+        "decode_s": _total(prompt["decode_s"] for prompt in prompts),
+        "total_s": _total(prompt["total_s"] for prompt in prompts),
         "peak_bytes": max((p["peak_bytes"] for p in prompts if p["peak_bytes"]), default=None),
         "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
-        "first_order": min((prompt["order"] for prompt in prompts), default=None),
-        "last_order": max((prompt["order"] for prompt in prompts), default=None),
+        "first_order": min(orders, default=None),
+        "last_order": max(orders, default=None),
         "warnings": sorted({w for line in lines for w in line["warnings"]} | set(complaints)),
     }
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    """The sum; None where one is missing, as in what was imported."""
+    known = list(values)
+    return None if None in known else sum(known)
 
 
 def write_map(
@@ -561,6 +570,12 @@ class Cell:
     @property
     def hardware(self) -> str:
         return self.request["hardware"]
+
+    @property
+    def policy(self) -> str | None:
+        """Name and version of the policy; None where every block was alike."""
+        told = self.request.get("policy")
+        return None if told is None else f"{told['name']} {told['version']}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.backends import LIBRARIES
-from dflash_lab.config import DecodeConfig, PairSpec, SweepConfig
+from dflash_lab.config import SAMPLING, DecodeConfig, PairSpec, SweepConfig
 from dflash_lab.decoding import (
     AcceptanceWarning,
     BlockSizeWarning,
@@ -26,6 +26,7 @@ from dflash_lab.decoding import (
 )
 from dflash_lab.lease import Leases, is_leased, remove_dead
 from dflash_lab.load import Pair, PromptLike, load_spec, pair_spec
+from dflash_lab.policies import describe_policy, policy_label, read_policy
 from dflash_lab.prompts import Prompt, load_prompts
 from dflash_lab.provenance import hardware, provenance, short_name, utc_now
 from dflash_lab.store import (
@@ -117,7 +118,9 @@ class Plan:
         size, window = self.request["block_size"], self.request["draft_window"]
         what = f"block size {size}" if self.engine == OWN else "the library's generator"
         seen = "" if window is None else f", window {window}"
-        return f"{what}{seen}, {self.request['dtype']}"
+        steered = policy_label(self.request.get("policy"))
+        by = "" if steered is None else f", policy {steered}"
+        return f"{what}{seen}{by}, {self.request['dtype']}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,7 +157,13 @@ def sweep(
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; a run is a folder. Name another.")
-    prompts = load_prompts(config.prompts, config.categories, config.max_prompts)
+    prompts = load_prompts(
+        config.prompts,
+        config.categories,
+        config.max_prompts,
+        random_state=config.random_state,
+        template=config.template,
+    )
     pairs = Pairs(config, pair, show)
     plans = plan_cells(config, pairs, prompts)
     with clear_when_full(out):
@@ -211,33 +220,49 @@ def _spec(config: SweepConfig) -> PairSpec:
 # --- planning -----------------------------------------------------------------------------------
 
 
+# Engine, dtype, block size, draft window, and which of the policies: what tells cells apart.
+Key = tuple[str, str, int, int | None, int | None]
+
+
 def plan_cells(config: SweepConfig, pairs: Pairs, prompts: Sequence[Prompt]) -> list[Plan]:
     """The cells of a sweep, each once: sizes lowered to the same one are one cell.
 
     Warns once for each size that is lowered. Block size 1 drafts nothing, so no window is its own.
     """
     thinking = check_prompts(config, pairs.first, prompts)
-    wanted: dict[tuple[str, str, int, int | None], list[int]] = {}
+    wanted: dict[Key, list[int]] = {}
     lowered = _effective_sizes(config, pairs.first)
+    policies = [read_policy(one) if isinstance(one, str) else one for one in config.policies]
     for place, window in enumerate(config.draft_windows):
         for size in _sizes_at(config, place):
             used = lowered[size]
-            key = (OWN, pairs.dtype, used, None if used == 1 else window)
-            wanted.setdefault(key, []).append(size)
+            if used == 1:
+                wanted.setdefault((OWN, pairs.dtype, 1, None, None), []).append(size)
+                continue
+            for which in range(len(policies)):
+                wanted.setdefault((OWN, pairs.dtype, used, window, which), []).append(size)
     plain = [pairs.effective(dtype) for dtype in config.plain_dtypes]
     for dtype in plain:
-        wanted.setdefault((OWN, dtype, 1, None), []).append(1)
+        wanted.setdefault((OWN, dtype, 1, None, None), []).append(1)
     for dtype in (pairs.dtype, *plain) if config.library_baseline else ():
-        wanted.setdefault((LIBRARIES[pairs.first.spec.backend], dtype, 1, None), []).append(1)
+        wanted.setdefault((LIBRARIES[pairs.first.spec.backend], dtype, 1, None, None), []).append(1)
     facts = pairs.first.models.describe()
     shared = shared_request(config, pairs.first, facts) | {
         "prompts": describe_prompts(config, prompts),
         "thinking": thinking,
     }
-    return [
-        _plan(config, shared, key, sizes, pairs.first.draft_config.trained_block_size)
+    plans = [
+        _plan(
+            config,
+            shared,
+            key,
+            sizes,
+            pairs.first.draft_config.trained_block_size,
+            None if key[-1] is None else policies[key[-1]],
+        )
         for key, sizes in wanted.items()
     ]
+    return list({plan.id: plan for plan in plans}.values())
 
 
 def _sizes_at(config: SweepConfig, place: int) -> tuple[int, ...]:
@@ -264,11 +289,12 @@ def _effective_sizes(config: SweepConfig, pair: Pair) -> dict[int, int]:
 def _plan(
     config: SweepConfig,
     shared: Mapping[str, Any],
-    key: tuple[str, str, int, int | None],
+    key: Key,
     sizes: Sequence[int],
     trained: int,
+    policy: Any,
 ) -> Plan:
-    engine, dtype, size, window = key
+    engine, dtype, size, window, _ = key
     drafts, own = size > 1, engine == OWN
     request = {
         **shared,
@@ -280,10 +306,12 @@ def _plan(
         "beyond_trained": drafts and size > trained,
         "draft_window": window,
         "window_rule": "per_block" if drafts else None,
-        "rule": "match" if own else None,
-        "proposal": "argmax" if own else None,
+        "rule": config.rule if own else None,
+        "proposal": config.proposal if own else None,
         "timing": config.timing if own else "whole",
     }
+    if policy is not None:  # other requests say nothing of it, as before there were policies
+        request["policy"] = described(policy)
     return Plan(
         id=cell_id(request),
         request=request,
@@ -295,8 +323,38 @@ def _plan(
             max_new_tokens=config.max_new_tokens,
             timing=config.timing,
             beyond_trained=config.beyond_trained,
+            policy=policy,
+            **{name: getattr(config, name) for name in SAMPLING},
         ),
     )
+
+
+def described(policy: Any) -> dict[str, Any] | None:
+    """A policy in what a request may hold; long settings, such as costs, by their hash."""
+    told = describe_policy(policy)
+    if told is None:
+        return None
+    settings = {
+        name: cell_id(value) if isinstance(value, Mapping) else value
+        for name, value in told["settings"].items()
+    }
+    return told | {"settings": settings}
+
+
+def drawn_how(config: SweepConfig) -> dict[str, Any]:
+    """What a request says of sampling beside the temperature; nothing where all is as usual.
+
+    So that requests made before there were such settings keep their cells.
+    """
+    usual = {field.name: field.default for field in fields(SweepConfig)}
+    other = {
+        name: getattr(config, name)
+        for name in SAMPLING
+        if name not in ("temperature", "seed") and getattr(config, name) != usual[name]
+    }
+    if config.temperature:
+        other["seed"] = config.seed
+    return {"sampling": other} if other else {}
 
 
 def shared_request(config: SweepConfig, pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +370,8 @@ def shared_request(config: SweepConfig, pair: Pair, facts: Mapping[str, Any]) ->
         "draft": short_name(spec.draft),
         "draft_sha": sha.get("draft"),
         "template_sha": sha.get("template"),
-        "temperature": 0.0,
+        "temperature": config.temperature,
+        **drawn_how(config),
         "max_new_tokens": config.max_new_tokens,
         "chat": config.chat,
         "repeats": config.repeats,
@@ -324,8 +383,10 @@ def shared_request(config: SweepConfig, pair: Pair, facts: Mapping[str, Any]) ->
 def describe_prompts(config: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Which prompts, by id and by a hash of their texts."""
     texts = "\n".join(f"{prompt.id} {prompt.sha}" for prompt in prompts)
+    drawn = {} if config.random_state is None else {"random_state": config.random_state}
     return {
         "source": short_name(config.prompts),
+        **drawn,
         "set_sha": hashlib.sha256(texts.encode()).hexdigest()[:16],
         "count": len(prompts),
         "ids": [prompt.id for prompt in prompts],
@@ -613,7 +674,12 @@ def next_order(run: Run) -> int:
 def settings(config: SweepConfig, pair: Pair) -> dict[str, Any]:
     """The sweep's settings for provenance: no paths."""
     values = {item.name: getattr(config, item.name) for item in fields(config)}
-    return values | {"pair": pair.spec.name, "prompts": short_name(config.prompts)}
+    policies = [one if isinstance(one, str) else described(one) for one in config.policies]
+    return values | {
+        "pair": pair.spec.name,
+        "prompts": short_name(config.prompts),
+        "policies": policies,
+    }
 
 
 # --- one decode ---------------------------------------------------------------------------------
@@ -641,10 +707,11 @@ def own_line(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AcceptanceWarning)  # said once, at the end
         warnings.simplefilter("ignore", BlockSizeWarning)
+        seed = plan.decode.seed + keys["repeat"]
         trace = decode(
             pair,
             prompt,
-            plan.decode,
+            replace(plan.decode, seed=seed),
             chat=config.chat,
             thinking=config.thinking,
             should_stop=should_stop,
@@ -734,4 +801,5 @@ def status(path: str | Path) -> list[dict[str, Any]]:
 def _row(cell: Any, state: str, done: int | None, decodes: int | None) -> dict[str, Any]:
     names = ("engine", "dtype", "block_size", "draft_window")
     about = {name: cell.request.get(name) for name in names}
+    about["policy"] = policy_label(cell.request.get("policy"))
     return {"cell": cell.id, "state": state, **about, "done": done, "decodes": decodes}

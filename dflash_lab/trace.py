@@ -55,6 +55,16 @@ class BlockRecord:
         return self.verdict.posterior
 
     @property
+    def draft_prob(self) -> tuple[float, ...] | None:
+        """The draft's probability of each drafted token; None where nobody asked for it."""
+        return self.verdict.draft_prob
+
+    @property
+    def target_prob(self) -> tuple[float, ...] | None:
+        """The target's probability of each drafted token; None where nobody asked for it."""
+        return self.verdict.target_prob
+
+    @property
     def rows(self) -> int:
         """Entries that were verified: all of the block, unless a policy wanted fewer."""
         return len(self.verdict.posterior)
@@ -94,6 +104,12 @@ class DecodeRequest:
     temperature: float
     seed: int | None
     timing: str
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    probabilities: bool = False
+    stop_strings: tuple[str, ...] = ()
     policy: Any = None  # an object with name and version; `describe_policy` makes a record of it
 
 
@@ -105,7 +121,7 @@ class Trace:
     prompt_ids: tuple[int, ...]
     prefill: PrefillRecord | None  # None where it was cancelled before the first token
     blocks: tuple[BlockRecord, ...]
-    text: str  # the tokens decoded, end token left out; "" where the pair has no tokenizer
+    text: str  # the tokens decoded, without what ended them; "" where the pair has no tokenizer
     finish_reason: str  # "stop", "length", "context" or "cancelled"
     total_s: float  # outer clock, start of prefill to last token
     peak_bytes: int | None  # peak memory of the device, or of the process on a CPU
@@ -114,7 +130,7 @@ class Trace:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The new tokens, an end token included."""
+        """The new tokens, the one that ended them included."""
         if self.prefill is None:
             return ()
         return (self.prefill.token, *(token for block in self.blocks for token in block.tokens))

@@ -20,7 +20,7 @@ from dflash_lab.store import Cell, Run, canonical
 # What two cells must have in common before one may be called faster than the other.
 COMPARABLE = (
     *("hardware", "backend", "device", "target_sha", "template_sha", "chat", "thinking"),
-    *("prompts", "temperature", "max_new_tokens", "timing", "repeats"),
+    *("prompts", "temperature", "sampling", "max_new_tokens", "timing", "repeats"),
 )
 NEAR = 0.98  # of the best throughput: closer than that is as good
 # What each objective counts above the line and below it.
@@ -207,7 +207,7 @@ def contest(
 
 def drafting_cells(run: Run) -> list[Cell]:
     """The cells of our own loop that draft, all of one kind; raises ValueError otherwise."""
-    own = [cell for cell in run.cells if cell.engine == OWN]
+    own = [cell for cell in run.cells if cell.engine == OWN and cell.policy is None]
     drafting = [cell for cell in own if cell.block_size > 1]
     if not drafting:
         raise ValueError(
@@ -262,23 +262,26 @@ def _check_one_kind(cells: Sequence[Cell], names: Sequence[str]) -> None:
 
 
 def _value(cell: Cell, name: str) -> str:
-    value = cell.request[name]
+    value = cell.request.get(name)
     return f"{value['count']} of {value['source']}" if name == "prompts" else str(value)
 
 
 def _compare(cell: Cell, other: Cell) -> bool:
-    return all(cell.request[name] == other.request[name] for name in COMPARABLE)
+    return all(cell.request.get(name) == other.request.get(name) for name in COMPARABLE)
 
 
 def comparable(run: Run) -> Run:
     """The largest part of a run whose cells may stand in one figure.
 
     They differ in engine, dtype, block size and window alone; plain decoding has no draft and fits
-    any. Of parts with equally many cells it is the one with more decodes, then more tokens.
+    any. Cells of a policy, an experiment, are in no part. Of parts with equally many cells it is
+    the one with more decodes, then more tokens.
     """
     alike: dict[str, dict[str | None, list[Cell]]] = {}
     for cell in run.cells:
-        kind = canonical([cell.request[name] for name in COMPARABLE])
+        if cell.policy is not None:
+            continue
+        kind = canonical([cell.request.get(name) for name in COMPARABLE])
         alike.setdefault(kind, {}).setdefault(cell.request["draft_sha"], []).append(cell)
     parts = [
         {cell.id for cell in (*cells, *by_draft.get(None, ()))}

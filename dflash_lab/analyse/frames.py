@@ -121,6 +121,7 @@ def _settings(cells: Sequence[Cell]) -> dict[str, list[Any]]:
     return {
         "cell": [cell.id for cell in cells],
         **{name: [cell.request[name] for cell in cells] for name in names},
+        "policy": [cell.policy for cell in cells],
     }
 
 

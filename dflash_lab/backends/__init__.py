@@ -1,4 +1,4 @@
-"""What a backend must do: load a pair, and five verbs on one prompt. Whole numbers in and out."""
+"""What a backend must do: load a pair, and five verbs on one prompt. Plain numbers in and out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from dflash_lab.accept import Verdict
 from dflash_lab.checkpoint import DraftConfig
+from dflash_lab.sampling import Sampling
 
 LIBRARIES = {"torch": "transformers", "mlx": "mlx-lm"}  # whose own generator is the reference
 
@@ -33,7 +34,7 @@ class Session(Protocol):
     """One prompt being decoded. Owns both models' caches; knows nothing of acceptance."""
 
     def prefill(self, prompt: Sequence[int]) -> int:
-        """Run the target over the prompt; its choice of the first new token."""
+        """Run the target over the prompt; its choice of the first new token, drawn where asked."""
 
     def draft(self, anchor: int, block_size: int) -> Any:
         """A block of the anchor and `block_size - 1` drafted tokens, opaque, on the device."""
@@ -109,8 +110,13 @@ class Models(Protocol):
     vocabulary: int  # rows of the target's embedding
     end_tokens: frozenset[int]  # from the model's own configurations
 
-    def session(self, draft_window: int | None, speculate: bool) -> Session:
-        """A session of its own caches; without `speculate` it pays for no draft and no features."""
+    def session(
+        self, draft_window: int | None, speculate: bool, sampling: Sampling | None = None
+    ) -> Session:
+        """A session of its own caches; without `speculate` it pays for no draft and no features.
+
+        Without `sampling` it takes the best tokens, and nothing is weighed.
+        """
 
     def anchors(self, prompt: Sequence[int], tokens: Sequence[int]) -> Anchors:
         """One pass of the target over a prompt and the tokens that it wrote after it."""

@@ -323,17 +323,21 @@ def take(tokens: Int[Array, "*slots k"], scores: Float[Array, "*slots k"]) -> In
 
 
 def likeliest(logits: Float[Array, "*slots vocab"], count: int) -> Int[Array, "*slots k"]:
-    """The `count` tokens of the highest logits, by id; where logits are equal, the lowest ids.
+    """The `count` tokens of the highest logits, by id; where logits are equal, the lowest ids."""
+    best = mx.argpartition(-ranks(logits), count - 1, axis=-1)[..., :count]
+    return mx.sort(best, axis=-1).astype(mx.int32)
 
-    Half-precision logits are often equal, and which of them a partition takes is nowhere said. So
-    it ranks whole numbers that are all different: a float's bits, in order, then the id.
+
+def ranks(logits: Float[Array, "*slots vocab"]) -> Int[Array, "*slots vocab"]:
+    """Whole numbers in the order of the logits, all different; the lower id above its equals.
+
+    Half-precision logits are often equal, and which of them sorting puts first is nowhere said. So
+    these are made of a float's bits, in order, then of the id.
     """
     bits = logits.astype(mx.float32).view(mx.int32).astype(mx.int64)
     order = mx.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     vocab = logits.shape[-1]
-    ranks = order * vocab + (vocab - 1 - mx.arange(vocab))
-    best = mx.argpartition(-ranks, count - 1, axis=-1)[..., :count]
-    return mx.sort(best, axis=-1).astype(mx.int32)
+    return order * vocab + (vocab - 1 - mx.arange(vocab))
 
 
 def finite_rows(logits: Float[Array, "*rows vocab"]) -> Bool[Array, "*rows"]:

@@ -22,6 +22,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from dflash_lab.accept import Verdict
 from dflash_lab.backends import Generated, OutOfMemory
+from dflash_lab.backends.mlx_anchors import MlxAnchors, read_anchors
 from dflash_lab.backends.mlx_model import (
     ContextCache,
     DraftNetwork,
@@ -29,14 +30,17 @@ from dflash_lab.backends.mlx_model import (
     finite_rows,
     load_network,
 )
+from dflash_lab.backends.mlx_sampling import MlxSampler, slot_scores
 from dflash_lab.backends.mlx_target import (
     MlxTarget,
+    let_stay,
     load_target,
     not_finite,
     out_of_memory,
     take_back,
 )
 from dflash_lab.checkpoint import DraftConfig, check_target
+from dflash_lab.sampling import Sampling
 
 Array = mx.array
 # On some GPUs MLX multiplies float32 in 19 bits unless told otherwise; here it means float32.
@@ -52,6 +56,7 @@ class MlxBlock:
     tokens: Array  # int32 [1, block_size]
     finite: Array | None = None  # bool []; None where nothing was drafted
     raw: Array | None = None  # what the head said [block_size - 1, vocab], for `confidences`
+    weights: Array | None = None  # what was drawn from [block_size - 1, vocab], where needed
 
 
 def on_device(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +84,7 @@ class MlxSession:
         draft: DraftNetwork | None,
         draft_window: int | None,
         prefill_chunk: int = PREFILL_CHUNK,
+        sampling: Sampling | None = None,
     ):
         self.target = target
         self.network = draft
@@ -87,6 +93,8 @@ class MlxSession:
         self.window = draft.config.context_window(draft_window) if draft is not None else None
         self.draft_window = draft_window
         self.block_size: int | None = None  # of the last block
+        rows = target.embedding.weight.shape[0]
+        self.sampler = sampling and MlxSampler(sampling, rows)
         self.cache = target.new_cache()
         self.context = ContextCache(self.window)
         self.pending: list[Array] = []  # features [1, rows, fused] the draft has not seen yet
@@ -101,12 +109,15 @@ class MlxSession:
         ids = mx.array([list(prompt)])
         for start, stop in chunks(len(prompt), self.prefill_chunk):
             logits, features = self.target.logits(ids[:, start:stop], self.cache, self.taps)
+            let_stay(self.cache)
             if features is not None:
                 self._remember(features)
             mx.eval([part.state for part in self.cache], self.pending)  # and no logits
             self._advance(stop - start)
         if not finite_rows(logits[0, -1]).item():
             raise not_finite(self.target.dtype)
+        if self.sampler is not None:
+            return self.sampler.first(logits[0, -1], ids[0]).item()
         return best(logits[0, -1]).item()
 
     @on_device
@@ -126,8 +137,14 @@ class MlxSession:
         )
         raw = self.target.head(states[0, 0, 1:])
         drafted, finite = network.propose(states[0, 0, 1:], lambda _: raw, first[0, 0])
+        weights = None
+        if self.sampler is not None and self.sampler.settings.weighs_drafts:
+            scores = slot_scores(network, states[0, 0, 1:], network.logits(raw))
+            drafted, weights = self.sampler.propose(
+                scores, drafted, first[0, 0], self.committed + 1
+            )
         self._drafted = mx.concatenate((first, drafted[None]), axis=1)
-        return MlxBlock(self._drafted, finite, raw)
+        return MlxBlock(self._drafted, finite, raw, weights)
 
     @on_device
     def confidences(self, block: MlxBlock) -> list[float]:
@@ -141,12 +158,14 @@ class MlxSession:
         tokens = block.tokens[:, :rows]
         logits, self._rows = self.target.logits(tokens, self.cache, self.taps)
         self._verified = tokens.shape[1]
-        chosen = best(logits[0])
+        chosen, told, first = best(logits[0]), None, self.committed + 1
+        if self.sampler is not None:
+            chosen, told = self.sampler.judge(logits[0], tokens[0], block.weights, first)
         finite = finite_rows(logits[0]).astype(tokens.dtype)
         # One evaluation a block: drafted, chosen and the flags travel together.
         flag = mx.array([True]) if block.finite is None else block.finite[None]
         numbers = mx.concatenate((tokens[0], chosen, finite, flag.astype(tokens.dtype)))
-        mx.eval(numbers, self._rows)
+        mx.eval(numbers, self._rows, told)
         numbers = numbers.tolist()
         count = self._verified
         self._finite = numbers[2 * count : 3 * count]
@@ -154,6 +173,7 @@ class MlxSession:
             drafted=tuple(numbers[1:count]),
             posterior=tuple(numbers[count : 2 * count]),
             finite=bool(numbers[-1]),
+            **({} if self.sampler is None else self.sampler.verdict_parts(told, first)),
         )
 
     @on_device
@@ -162,6 +182,8 @@ class MlxSession:
         if not all(self._finite[:keep]):  # rows behind these are no part of the text
             raise not_finite(self.target.dtype)
         take_back(self.cache, self._verified - keep)
+        if self.sampler is not None:
+            self.sampler.keep(keep)
         if self._rows is not None:
             self._remember(self._rows[:, :keep])
         self._advance(keep)
@@ -276,8 +298,14 @@ class MlxModels:
         self.vocabulary = target.embedding.weight.shape[0]
         self.end_tokens = end_tokens
 
-    def session(self, draft_window: int | None, speculate: bool) -> MlxSession:
-        return MlxSession(self.target, self.draft if speculate else None, draft_window)
+    def session(
+        self, draft_window: int | None, speculate: bool, sampling: Sampling | None = None
+    ) -> MlxSession:
+        draft = self.draft if speculate else None
+        return MlxSession(self.target, draft, draft_window, sampling=sampling)
+
+    def anchors(self, prompt: Sequence[int], tokens: Sequence[int]) -> MlxAnchors:
+        return read_anchors(self.target, self.draft, prompt, tokens, PREFILL_CHUNK)
 
     def library_generate(
         self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]

@@ -1,8 +1,8 @@
 """The target in MLX: logits and features of new tokens, a cache, and taking tokens back.
 
 A target's family shows in five places only: where its layers and its head are (`MlxTarget`), what
-it makes of its embedding (`scaled_embedding`), which layers see a window (`layer_windows`), what
-cannot be decoded in blocks (`refuse_by_name`, and `self_test` for what no name tells), and how
+it makes of its embedding (`scaled_embedding`), what each layer keeps of a text (`layer_memories`),
+what cannot be decoded in blocks (`refuse_by_name`, and `self_test` for what no name tells), and how
 mlx-lm wants its configuration spelled (`spelled_for_mlx`).
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import (
+    ArraysCache,
     KVCache,
     RotatingKVCache,
     create_attention_mask,
@@ -28,11 +29,13 @@ from mlx_lm.models.cache import (
 from mlx_lm.utils import load_model
 
 from dflash_lab.backends import TargetNotFinite, TargetNotReversible, UnsupportedTarget
+from dflash_lab.backends.mlx_recurrent import RecurrentCache, has_delta_net
 
 Array = mx.array
+Parts = list[KVCache | RecurrentCache]  # a part a layer
 DECODABLE = (
-    "Targets of the Llama, Qwen2, Qwen3 (dense and MoE), Gemma 2 and 3 (text) and gpt-oss kinds "
-    "can be decoded."
+    "Targets of the Llama, Qwen2, Qwen3 (dense and MoE), Qwen3-Next, Qwen3.5, Gemma 2 and 3 "
+    "(text) and gpt-oss kinds can be decoded."
 )
 # Rows of a cached step and how many of them stay: 28 tokens, in steps below and above NARROW.
 STEPS = ((5, 5), (6, 2), (9, 9), (8, 3), (1, 1), (20, 4), (1, 1), (3, 3))
@@ -69,7 +72,7 @@ class MlxTarget:
         heads = [part.lm_head for part in parts if "lm_head" in part]
         self.head: Callable[[Array], Array] = heads[0] if heads else body.embed_tokens.as_linear
         refuse_by_name(model)
-        self.windows = layer_windows(model)
+        self.windows, self.recurrent = layer_memories(model, self.layers)
         self.lock = threading.Lock()  # a watched layer sees every pass, so passes go one at a time
         for key in ("hidden_size", "max_position_embeddings"):
             if key not in self.config:
@@ -84,19 +87,24 @@ class MlxTarget:
             self.embedding = scaled_embedding(model, body)
             self_test(self)
 
-    def new_cache(self) -> list[KVCache]:
+    def new_cache(self) -> Parts:
         """An empty cache for one text, a part a layer; the session that asks owns it."""
-        return [KVCache() if window is None else WindowCache(window) for window in self.windows]
+        parts: Parts = [KVCache() if size is None else WindowCache(size) for size in self.windows]
+        for number, (layer, states) in self.recurrent.items():
+            parts[number] = RecurrentCache(layer, states)
+        return parts
 
-    def logits(
-        self, ids: Array, cache: list[KVCache], taps: Sequence[int]
-    ) -> tuple[Array, Array | None]:
+    def logits(self, ids: Array, cache: Parts, taps: Sequence[int]) -> tuple[Array, Array | None]:
         """Logits [seq, new, vocab] of new tokens and their features [seq, new, taps * hidden].
 
         Features are None where no taps are asked for. Nothing is computed until it is asked for:
         rows of logits that nobody reads cost nothing where the cache alone is evaluated.
         """
-        with self.lock, captured(self.layers, taps) as features:
+        with (
+            self.lock,
+            captured(self.layers, taps) as features,
+            remembered(self.layers, cache),
+        ):
             out = self.model(ids, cache=cache)
             return out, features() if taps else None
 
@@ -104,7 +112,7 @@ class MlxTarget:
 class Watched:
     """A layer that shows what went in and what came out; in all else it is the layer."""
 
-    def __init__(self, layer: nn.Module, show: Callable[[Array, Any], None]):
+    def __init__(self, layer: nn.Module | Watched, show: Callable[[Array, Any], None]):
         self._layer, self._show = layer, show
 
     def __call__(self, x: Array, *args: Any, **settings: Any) -> Any:
@@ -118,9 +126,9 @@ class Watched:
 
 @contextmanager
 def watched(
-    layers: list[nn.Module], shows: Mapping[int, Callable[[Array, Any], None]]
+    layers: list[nn.Module | Watched], shows: Mapping[int, Callable[[Array, Any], None]]
 ) -> Iterator[None]:
-    """Watch some layers of a list during one pass; afterwards the list is as it was."""
+    """Watch some layers of a list during one pass, again too; afterwards it is as it was."""
     before = list(layers)
     for number, show in shows.items():
         layers[number] = Watched(layers[number], show)
@@ -146,6 +154,29 @@ def captured(layers: list[nn.Module], taps: Sequence[int]) -> Iterator[Any]:
 
     with watched(layers, {tap: keep(tap) for tap in taps}):
         yield lambda: mx.concatenate([outputs[tap] for tap in taps], axis=-1)
+
+
+@contextmanager
+def remembered(layers: list[nn.Module | Watched], cache: Parts) -> Iterator[None]:
+    """Let the recurrent parts of a cache know how their step begins."""
+
+    def keep(part: RecurrentCache) -> Callable[[Array, Any], None]:
+        before = list(part.cache)
+        return lambda x, output: part.begin(x, before)
+
+    parts = {n: part for n, part in enumerate(cache) if isinstance(part, RecurrentCache)}
+    with watched(layers, {number: keep(part) for number, part in parts.items()}):
+        yield
+
+
+def let_stay(cache: Parts) -> None:
+    """Forget how the last step began: a prompt's rows stay and need not be held in memory.
+
+    Called before anything is computed, it spares them altogether.
+    """
+    for part in cache:
+        if isinstance(part, RecurrentCache):
+            part.begin(None, [])
 
 
 class WindowCache(KVCache):
@@ -190,13 +221,17 @@ class WindowCache(KVCache):
         return max(0, position - self.window + 1)
 
 
-def take_back(cache: list[KVCache], tokens: int) -> None:
-    """Remove the last `tokens` positions from a cache, all of them or an error."""
+def take_back(cache: Parts, tokens: int) -> None:
+    """Remove the last `tokens` positions from a cache, all of them or an error.
+
+    What recurrent layers must compute for it is begun at once: it is a part of taking back.
+    """
     before = cache[0].offset
     if not 0 <= tokens <= before:
         raise ValueError(f"cannot take {tokens} tokens back from a cache that holds {before}.")
     if tokens:
         trim_prompt_cache(cache, tokens)
+        mx.async_eval([part.cache for part in cache if isinstance(part, RecurrentCache)])
     for number, part in enumerate(cache):
         if part.offset != before - tokens:
             raise TargetNotReversible(
@@ -205,20 +240,25 @@ def take_back(cache: list[KVCache], tokens: int) -> None:
             )
 
 
-def layer_windows(model: nn.Module) -> tuple[int | None, ...]:
-    """How many positions each layer sees, the row's own among them; None is all.
+def layer_memories(
+    model: nn.Module, layers: list[nn.Module]
+) -> tuple[tuple[int | None, ...], dict[int, tuple[nn.Module, int]]]:
+    """How many positions each layer sees, and by number the recurrent ones: layer and states.
 
-    Raises `TargetNotReversible` naming the first kind of state that cannot be taken back.
+    A row's own position is among those it sees; None is all. Raises `TargetNotReversible` naming
+    the first kind of state that cannot be taken back.
     """
-    windows: list[int | None] = []
-    for part in make_prompt_cache(model):
-        if type(part) is KVCache:
-            windows.append(None)
-        elif type(part) is RotatingKVCache and part.keep == 0:
-            windows.append(part.max_size)
-        else:
+    parts = make_prompt_cache(model)
+    windows: list[int | None] = [None] * len(parts)
+    recurrent: dict[int, tuple[nn.Module, int]] = {}
+    for number, part in enumerate(parts):
+        if type(part) is RotatingKVCache and part.keep == 0:
+            windows[number] = part.max_size
+        elif type(part) is ArraysCache and has_delta_net(layers[number]):
+            recurrent[number] = layers[number], len(part.cache)
+        elif type(part) is not KVCache:
             raise _irreversible(model, f"{type(part).__name__} state")
-    return tuple(windows)
+    return tuple(windows), recurrent
 
 
 def unheeded_window(config: Mapping[str, Any]) -> int | None:
@@ -408,31 +448,36 @@ def spelled_for_mlx(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     transformers 5 writes `rope_parameters`; most of those files know `rope_theta` and
     `rope_scaling` only and would rotate with a default base, without a word. It also counts experts
-    by another name, and says by `layer_types` what is a pattern in mlx-lm's Gemma 3.
+    by another name, says by `layer_types` what is a distance in mlx-lm's Gemma 3 and Qwen3-Next,
+    and has a name of its own for a Qwen3.5 without its images.
     """
     changed: dict[str, Any] = {}
     if isinstance(raw.get("text_config"), Mapping):
         changed["text_config"] = {**raw["text_config"], **spelled_for_mlx(raw["text_config"])}
     rope = raw.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
-    if "rope_theta" in full:
-        changed["rope_theta"] = full["rope_theta"]
+    changed |= {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
     if full.get("rope_type", "default") != "default":
         changed["rope_scaling"] = dict(full)
     if "sliding_attention" in rope:
         changed["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     if "num_local_experts" in raw:
         changed["num_experts"] = raw["num_local_experts"]
-    if str(raw.get("model_type")).startswith("gemma3") and raw.get("layer_types"):
-        changed["sliding_window_pattern"] = _pattern(raw["layer_types"])
+    name, layers = str(raw.get("model_type")), raw.get("layer_types") or ()
+    if name.startswith("gemma3") and layers:
+        changed["sliding_window_pattern"] = _full_layer_distance(layers)
+    if "linear_attention" in layers:
+        changed["full_attention_interval"] = _full_layer_distance(layers)
+    if name.startswith("qwen3_5") and name.endswith("_text"):
+        changed["model_type"] = name.removesuffix("_text")
     return changed
 
 
-def _pattern(kinds: Sequence[str]) -> int:
+def _full_layer_distance(kinds: Sequence[str]) -> int:
     """After how many layers a full one comes; an error where they come at no fixed distance."""
-    size = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
-    pattern = [("full" if i % size == size - 1 else "sliding") for i in range(len(kinds))]
-    if [f"{kind}_attention" for kind in pattern] != list(kinds):
+    full = [kind == "full_attention" for kind in kinds]
+    size = full.index(True) + 1 if any(full) else len(kinds) + 1
+    if full != [i % size == size - 1 for i in range(len(kinds))]:
         raise UnsupportedTarget(
             f"layer_types is {list(kinds)}; mlx-lm knows full layers at a fixed distance only."
         )

@@ -17,8 +17,10 @@ from dflash_lab.accept import Verdict
 from dflash_lab.backends import Generated
 from dflash_lab.backends.torch_anchors import TorchAnchors, read_anchors
 from dflash_lab.backends.torch_model import ContextCache, DraftNetwork, load_network
+from dflash_lab.backends.torch_sampling import TorchSampler, slot_scores
 from dflash_lab.backends.torch_target import TorchTarget, load_target, not_finite, take_back
 from dflash_lab.checkpoint import DraftConfig, check_target
+from dflash_lab.sampling import Sampling
 
 PREFILL_CHUNK = 1024  # tokens; bounds the memory of a long prompt
 
@@ -30,6 +32,7 @@ class TorchBlock:
     tokens: Tensor  # int64 [1, block_size]
     finite: Tensor | None = None  # bool []; None where nothing was drafted
     raw: Tensor | None = None  # what the head said [block_size - 1, vocab], for `confidences`
+    weights: Tensor | None = None  # what was drawn from [block_size - 1, vocab], where needed
 
 
 class TorchSession:
@@ -41,6 +44,7 @@ class TorchSession:
         draft: DraftNetwork | None,
         draft_window: int | None,
         prefill_chunk: int = PREFILL_CHUNK,
+        sampling: Sampling | None = None,
     ):
         self.target = target
         self.network = draft
@@ -48,6 +52,8 @@ class TorchSession:
         self.taps = draft.config.target_layer_ids if draft is not None else ()
         self.window = draft.config.context_window(draft_window) if draft is not None else None
         self.draft_window = draft_window
+        rows = target.embedding.weight.shape[0]
+        self.sampler = sampling and TorchSampler(sampling, rows, target.device)
         self.cache = target.new_cache()
         self.context = ContextCache(self.window)
         self.pending: list[Tensor] = []  # features [1, rows, fused] the draft has not seen yet
@@ -67,7 +73,7 @@ class TorchSession:
         token = int(logits[0, -1].argmax())
         if not logits[0, -1, token].isfinite():
             raise not_finite(self.target.dtype)
-        return token
+        return token if self.sampler is None else int(self.sampler.first(logits[0, -1], ids[0]))
 
     @torch.inference_mode()
     def draft(self, anchor: int, block_size: int) -> TorchBlock:
@@ -84,7 +90,13 @@ class TorchSession:
         )
         raw = self.target.head(states[0, 0, 1:])
         drafted, finite = network.propose(states[0, 0, 1:], lambda _: raw, first[0, 0])
-        return TorchBlock(torch.cat((first, drafted[None]), dim=1), finite, raw)
+        weights = None
+        if self.sampler is not None and self.sampler.settings.weighs_drafts:
+            scores = slot_scores(network, states[0, 0, 1:], network.logits(raw))
+            drafted, weights = self.sampler.propose(
+                scores, drafted, first[0, 0], self.committed + 1
+            )
+        return TorchBlock(torch.cat((first, drafted[None]), dim=1), finite, raw, weights)
 
     @torch.inference_mode()
     def confidences(self, block: TorchBlock) -> list[float]:
@@ -98,9 +110,12 @@ class TorchSession:
         tokens = block.tokens[:, :rows]
         logits, self._rows = self.target.logits(tokens, self.cache, self.taps)
         self._verified = tokens.shape[1]
-        chosen = logits[0].argmax(-1)
+        chosen, told = logits[0].argmax(-1), None
         # What is not finite, argmax takes: the chosen entries tell of their whole rows.
         finite = logits[0].gather(-1, chosen[:, None])[:, 0].isfinite().long()
+        first = self.committed + 1
+        if self.sampler is not None:
+            chosen, told = self.sampler.judge(logits[0], tokens[0], block.weights, first)
         # One transfer a block: drafted, chosen and the flags travel together.
         flag = tokens.new_ones(1) if block.finite is None else block.finite[None].long()
         numbers = torch.cat((tokens[0], chosen, finite, flag)).tolist()
@@ -110,6 +125,7 @@ class TorchSession:
             drafted=tuple(numbers[1:count]),
             posterior=tuple(numbers[count : 2 * count]),
             finite=bool(numbers[-1]),
+            **({} if self.sampler is None else self.sampler.verdict_parts(told, first)),
         )
 
     def commit(self, accepted: int) -> None:
@@ -117,6 +133,8 @@ class TorchSession:
         if not all(self._finite[:keep]):  # rows behind these are no part of the text
             raise not_finite(self.target.dtype)
         take_back(self.cache, self._verified - keep)
+        if self.sampler is not None:
+            self.sampler.keep(keep)
         if self._rows is not None:
             self._remember(self._rows[:, :keep])
         self.committed += keep
@@ -236,8 +254,11 @@ class TorchModels:
         # token that the caller did without. The reference is plain greedy decoding, nothing more.
         target.model.generation_config = GenerationConfig()
 
-    def session(self, draft_window: int | None, speculate: bool) -> TorchSession:
-        return TorchSession(self.target, self.draft if speculate else None, draft_window)
+    def session(
+        self, draft_window: int | None, speculate: bool, sampling: Sampling | None = None
+    ) -> TorchSession:
+        draft = self.draft if speculate else None
+        return TorchSession(self.target, draft, draft_window, sampling=sampling)
 
     def anchors(self, prompt: Sequence[int], tokens: Sequence[int]) -> TorchAnchors:
         return read_anchors(self.target, self.draft, prompt, tokens, PREFILL_CHUNK)
@@ -267,6 +288,25 @@ class TorchModels:
         return Generated(
             tokens=tuple(out[0, ids.shape[1] :].tolist()), ttft_s=first.at - began, total_s=total
         )
+
+    def redrafted(self, config: DraftConfig) -> TorchModels:
+        """The same weights under another configuration of the same shape, on the same target."""
+        network = DraftNetwork(config)
+        network.load_state_dict(self.draft.state_dict())
+        place = {"device": self.target.device, "dtype": self.target.dtype}
+        return TorchModels(self.target, network.to(**place).eval().requires_grad_(False))
+
+    @property
+    def target_layers(self) -> int:
+        """Blocks of the target."""
+        return len(self.target.layers)
+
+    @property
+    def rope_bases(self) -> tuple[float, ...]:
+        """Bases of the target's rotary embeddings, as far as its configuration names them."""
+        told = getattr(self.target.config, "rope_parameters", None) or {}
+        parts = [told, *(part for part in told.values() if isinstance(part, dict))]
+        return tuple(part["rope_theta"] for part in parts if "rope_theta" in part)
 
     def peak_bytes(self) -> int | None:
         if self.target.device.type == "cuda":

@@ -1,8 +1,8 @@
 """The target in torch: logits and features of new tokens, a cache, and taking tokens back.
 
 A target's family shows in four places only: where its layers and its head are (`TorchTarget`), what
-it makes of its embedding (`scaled_embedding`), which layers see a window (`layer_windows`) and what
-cannot be decoded in blocks (`refuse_by_name`, and `self_test` for what no name tells).
+it makes of its embedding (`scaled_embedding`), what each layer keeps of a text (`layer_memories`)
+and what cannot be decoded in blocks (`refuse_by_name`, and `self_test` for what no name tells).
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.utils import logging as transformers_logging
 
 from dflash_lab.backends import TargetNotFinite, TargetNotReversible, UnsupportedTarget
+from dflash_lab.backends.torch_recurrent import RecurrentCache, is_delta_net, mixer, remembered
 
 DECODABLE = (
-    "Targets of the Llama, Qwen2, Qwen3 (dense and MoE), Gemma 2 and 3 (text) and gpt-oss kinds "
-    "can be decoded."
+    "Targets of the Llama, Qwen2, Qwen3 (dense and MoE), Qwen3-Next, Qwen3.5, Gemma 2 and 3 "
+    "(text) and gpt-oss kinds can be decoded."
 )
 SPARE = 64  # rows that a full buffer grows by at least
 # Rows of a cached step and how many of them stay: 28 tokens, in steps below and above NARROW.
@@ -55,7 +61,7 @@ class TorchTarget:
                 f"model has them. {DECODABLE}"
             )
         refuse_by_name(model)
-        self.windows = layer_windows(model)
+        self.windows, self.recurrent = layer_memories(model, self.layers)
         # forward's keyword for the cache was renamed in transformers 5.24
         names = inspect.signature(type(model).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -75,7 +81,10 @@ class TorchTarget:
 
     def new_cache(self) -> Cache:
         """An empty cache for one text; the session that asks owns it."""
-        return Cache(layers=[LayerCache(window) for window in self.windows])
+        layers: list[LayerCache | RecurrentCache] = [LayerCache(window) for window in self.windows]
+        for number, (net, states) in self.recurrent.items():
+            layers[number] = RecurrentCache(net, states)
+        return Cache(layers=layers)
 
     @torch.inference_mode()
     def logits(
@@ -83,9 +92,14 @@ class TorchTarget:
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [seq, rows, vocab] of new tokens and their features [seq, new, taps * hidden].
 
-        Features are None where no taps are asked for: plain decoding pays for none.
+        Features are None where no taps are asked for: plain decoding pays for none. Tokens read
+        with `last_only` are there to stay: a recurrent layer cannot give them back.
         """
-        with self.lock, captured(self.layers, taps) as features:
+        with (
+            self.lock,
+            captured(self.layers, taps) as features,
+            remembered(cache, all_stay=last_only),
+        ):
             out = self.model(
                 input_ids=ids, use_cache=True, logits_to_keep=int(last_only), **self.cached(cache)
             )
@@ -225,29 +239,34 @@ def take_back(cache: Cache, tokens: int) -> None:
             )
 
 
-def layer_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
-    """How many positions each layer sees, the row's own among them; None is all.
+def layer_memories(
+    model: PreTrainedModel, decoder_layers: nn.ModuleList
+) -> tuple[tuple[int | None, ...], dict[int, tuple[nn.Module, int]]]:
+    """How many positions each layer sees, and by number the recurrent ones: net and states.
 
-    Raises `TargetNotReversible` naming the first kind of state that cannot be taken back.
+    A row's own position is among those it sees; None is all. Raises `TargetNotReversible` naming
+    the first kind of state that cannot be taken back.
     """
     try:
         layers = DynamicCache(config=model.config).layers
     except KeyError as error:
         raise _irreversible(model, f"{error.args[0]} layers") from error
-    windows: list[int | None] = []
-    for layer in layers:
-        if type(layer) is DynamicLayer:
-            windows.append(None)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            windows.append(layer.sliding_window)
-        else:
-            raise _irreversible(model, f"{type(layer).__name__} state")
+    windows: list[int | None] = [None] * len(layers)
+    recurrent: dict[int, tuple[nn.Module, int]] = {}
+    for number, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows[number] = layer.sliding_window
+        elif type(layer) is not DynamicLayer:
+            net, kind = mixer(decoder_layers[number]), type(layer)
+            if kind is not LinearAttentionLayer or not is_delta_net(net):
+                raise _irreversible(model, f"the state of {type(net).__name__} ({kind.__name__})")
+            recurrent[number] = net, layer.number_of_states
     masked = getattr(model.config, "sliding_window", None)
     if odd := sorted({window for window in windows if window is not None} - {masked}):
         raise _irreversible(
             model, f"layers that see {odd[0]} positions by another rule than one sliding window"
         )
-    return tuple(windows)
+    return tuple(windows), recurrent
 
 
 def refuse_by_name(model: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ asked for a block at every new token, and what decoding would have done is a wal
 Replay tells acceptance; seconds come from a cost table.
 """
 
+from dflash_lab.replay.compared import policy_frame
 from dflash_lab.replay.frames import acceptance_frame, clip_frame, replay_frame
 from dflash_lab.replay.maps import (
     AcceptanceMap,
@@ -51,6 +52,7 @@ __all__ = [
     "load_map",
     "per_block_best",
     "per_prompt_best",
+    "policy_frame",
     "replay_frame",
     "replay_traces",
     "save_map",

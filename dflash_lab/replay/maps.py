@@ -151,8 +151,8 @@ def acceptance_map(
     """
     if not hasattr(pair.models, "anchors"):
         raise ValueError(
-            f"the backend {pair.spec.backend!r} has no batched anchor pass yet. Load the pair with "
-            "backend='torch'; what is accepted in float32 is the same."
+            f"the backend {pair.spec.backend!r} has no batched anchor pass. Load the pair with "
+            "backend='torch' or 'mlx'; what is accepted in float32 is the same."
         )
     if drafted not in DRAFTED:
         raise ValueError(f"drafted is {drafted!r}; expected None, 'visited' or 'all'.")

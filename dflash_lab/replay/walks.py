@@ -162,7 +162,7 @@ def per_prompt_best(
         for size in acceptance.block_sizes:
             blocks = list(_walk(acceptance, entry, size, draft_window, None, None))
             pairs = tuple((block.block_size, block.rows) for block in blocks)
-            every.append((sum(_cost(costs, pair) for pair in pairs), pairs))
+            every.append((sum(cost_of(costs, pair) for pair in pairs), pairs))
         made.append(_hindsight(entry, *min(every)))
     return tuple(made)
 
@@ -223,7 +223,8 @@ def _hindsight(entry: PromptMap, seconds: float, chosen: tuple[tuple[int, int], 
     return Hindsight(prompt_id=text.prompt_id, turn=text.turn, chosen=chosen, seconds=seconds)
 
 
-def _cost(costs: Costs, pair: tuple[int, int]) -> float:
+def cost_of(costs: Costs, pair: tuple[int, int]) -> float:
+    """Seconds of a block by its size and the rows verified; ValueError where it has no price."""
     if pair not in costs:
         raise ValueError(f"costs have no seconds for block size {pair[0]} with {pair[1]} rows.")
     return costs[pair]

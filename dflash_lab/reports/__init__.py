@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from dflash_lab.reports.content import content
 from dflash_lab.store import Run, open_run, to_json, write_atomic
-from dflash_lab.tokens import stylesheet
+from dflash_lab.viewer import script, viewer_styles
 
 
 def report(run: Run | str | Path, out: str | Path | None = None) -> Path:
@@ -35,7 +35,8 @@ def page(run: Run) -> str:
     return _template().render(
         made
         | {"data": script_json(made["data"]), "css": _own("report.css"), "js": _own("report.js")},
-        token_css=Markup(stylesheet()),
+        token_css=Markup(viewer_styles()),
+        viewer=Markup(script()),
     )
 
 

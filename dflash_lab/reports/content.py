@@ -23,7 +23,8 @@ from dflash_lab.panels import (
     written,
 )
 from dflash_lab.store import Run
-from dflash_lab.tokens import legend_html, text_html, toggle_html
+from dflash_lab.tokens import KINDS, legend_html, text_html, toggle_html
+from dflash_lab.viewer import NOTHING, view
 
 MOST_VALUES = 12  # of one setting that are listed one by one
 ARM = ("engine", "backend", "dtype")
@@ -208,10 +209,7 @@ def explorer(panels: Panels) -> dict[str, Any]:
             "pictures": panels.pictures(start.cell),
             "readouts": {cell: Markup(facts_html(facts(panels.rows[cell]))) for cell in cells},
             "prompts": [prompt.label for prompt in panels.traces.prompts],
-            "texts": {cell: _texts(panels, cell) for cell in cells},
             "text": _text(panels, start.cell, first.key),
-            "legend": Markup(legend_html()),
-            "toggle": Markup(toggle_html()),
         },
         "data": {
             "positions": [
@@ -219,6 +217,8 @@ def explorer(panels: Panels) -> dict[str, Any]:
                 for size in grid.block_sizes
             ],
             **frames({cell: panels.pictures(cell) for cell in cells}),
+            "legend": KINDS,
+            "traces": {cell: _views(panels, cell) for cell in cells},
         },
     }
 
@@ -241,15 +241,21 @@ def frames(pictures: Mapping[str, Sequence[Image]]) -> dict[str, Any]:
     return {"pictures": made, "lines": list(lines)}
 
 
-def _texts(panels: Panels, cell: str) -> list[Markup]:
-    return [_text(panels, cell, prompt.key) for prompt in panels.traces.prompts]
+LACKING = "This cell does not hold this prompt."
+
+
+def _views(panels: Panels, cell: str) -> list[dict[str, Any]]:
+    """A trace a prompt, as the viewer's script takes it."""
+    traces = (panels.traces.of(cell, prompt.key) for prompt in panels.traces.prompts)
+    return [NOTHING | {"note": LACKING} if trace is None else view(trace) for trace in traces]
 
 
 def _text(panels: Panels, cell: str, key: str) -> Markup:
+    """What stands there until the script does, and in its place where scripts do not run."""
     trace = panels.traces.of(cell, key)
     if trace is None:
-        return Markup('<p class="empty">This cell does not hold this prompt.</p>')
-    return Markup(text_html(trace))
+        return Markup(f'<p class="empty">{LACKING}</p>')
+    return Markup(f"{legend_html()}{toggle_html()}{text_html(trace)}")
 
 
 def why(panels: Panels) -> list[dict[str, Any]]:

@@ -1,13 +1,12 @@
-// Sliders, prompt picker and block stepper of a report. Everything shown was made beforehand and
-// lies in this page; here it is only chosen.
+// Sliders and prompt picker of a report; the script of the trace viewer stands above this one.
+// Everything shown was made beforehand and lies in this page; here it is only chosen.
 (() => {
-  "use strict";
   const by = (id) => document.getElementById(id);
   const data = JSON.parse(by("data").textContent);
   if (!data.positions) return;
 
   const size = by("block-size"), width = by("draft-window");
-  const prompt = by("prompt"), step = by("block"), text = by("text");
+  const prompt = by("prompt");
   const copy = (id) => by(id).content.cloneNode(true);
   let cell = by("readout").dataset.cell;
 
@@ -40,37 +39,29 @@
     showText();
   }
 
-  const blocks = () => [...text.querySelectorAll(".dl-block")];
+  // The viewer asks for its values as it does of a notebook's widget.
+  const heard = {};
+  const values = { legend: data.legend, trace: data.traces[cell][0], block: 0 };
+  const model = {
+    get: (name) => values[name],
+    set: (name, value) => {
+      values[name] = value;
+      for (const hear of heard[`change:${name}`] ?? []) hear();
+    },
+    on: (event, hear) => (heard[event] ??= []).push(hear),
+    save_changes: () => {},
+  };
 
   function showText() {
     by("prompt-name").textContent = prompt.selectedOptions[0].textContent;
-    text.replaceChildren(copy(`text-${cell}-${prompt.value}`));
-    for (const block of blocks()) block.tabIndex = -1; // the block slider stands for them
-    step.max = Math.max(1, blocks().length);
-    step.value = 1;
-    step.disabled = blocks().length < 2;
-    showBlock();
-  }
-
-  function showBlock() {
-    const at = Number(step.value) - 1;
-    blocks().forEach((block, index) => block.classList.toggle("dl-current", index === at));
-    say(step, blocks()[at]?.getAttribute("aria-label") ?? "no block");
-  }
-
-  function pick(event) {
-    const at = blocks().indexOf(event.target.closest(".dl-block"));
-    if (at < 0) return;
-    step.value = at + 1;
-    showBlock();
+    values.block = 0;
+    model.set("trace", data.traces[cell][Number(prompt.value)]);
   }
 
   size.addEventListener("input", showCell);
   width.addEventListener("input", showCell);
   prompt.addEventListener("change", showText);
-  step.addEventListener("input", showBlock);
-  text.addEventListener("focusin", pick);
-  text.addEventListener("click", pick);
+  render({ model, el: by("text") });
   document.documentElement.classList.add("live");
   for (const pan of document.querySelectorAll(".pan")) {
     if (pan.scrollWidth > pan.clientWidth) pan.tabIndex = 0; // reach what a small screen cuts off

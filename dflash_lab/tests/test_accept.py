@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_lab.accept import Verdict, kept, matched_prefix
+from dflash_lab.accept import Verdict, kept, matched_prefix, unrejected_prefix
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,29 @@ def test_acceptance_ends_at_the_first_token_the_target_would_not_have_chosen(
     drafted, posterior, accepted
 ):
     assert matched_prefix(Verdict(drafted=drafted, posterior=posterior)) == accepted
+
+
+@pytest.mark.parametrize(
+    ("odds", "draws", "accepted"),
+    [
+        ((), (), 0),
+        ((2.0, 1.0, 0.5), (0.99, 0.99, 0.49), 3),
+        ((2.0, 1.0, 0.5), (0.99, 0.99, 0.5), 2),  # the draw has to be below
+        ((0.0, 1.0, 1.0), (0.0, 0.0, 0.0), 0),
+        ((1.0, float("nan"), 1.0), (0.0, 0.0, 0.0), 1),
+    ],
+)
+def test_rejection_keeps_drafts_up_to_the_first_whose_draw_is_not_below_p_over_q(
+    odds, draws, accepted
+):
+    drafted = tuple(range(len(odds)))
+    verdict = Verdict(drafted=drafted, posterior=(*drafted, 9), odds=odds, draws=draws)
+    assert unrejected_prefix(verdict) == accepted
+
+
+def test_a_verdict_without_odds_cannot_be_judged_by_rejection():
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        unrejected_prefix(Verdict(drafted=(1,), posterior=(1, 2)))
 
 
 def test_a_verdict_of_unequal_lengths_is_a_bug_and_not_a_short_match():

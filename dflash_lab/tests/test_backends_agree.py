@@ -17,7 +17,7 @@ from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.prompts import load_prompts
 from dflash_lab.reports import report
 from dflash_lab.tests.test_torch_model import FORMS
-from dflash_lab.tests.toys import CONTEXT, WINDOW, save_draft, toy_target
+from dflash_lab.tests.toys import CONTEXT, HYBRIDS, WINDOW, save_draft, toy_target
 
 WINDOWS = (None, 64, 16, 4)
 CASES = [(1, None), (2, None), (2, 4), (3, 16), (5, 64), (8, 16), (8, None), (16, 4), (16, 64)]
@@ -84,7 +84,10 @@ def test_blocks_agree_for_other_drafts(qwen3_toy, tmp_path, form):
     assert told[0] == told[1]
 
 
-FAMILIES = ("llama", "qwen3", "qwen2", "qwen3_moe", "mistral", "gemma2", "gemma3", "gpt_oss")
+FAMILIES = (
+    *("llama", "qwen3", "qwen2", "qwen3_moe", "mistral", "gemma2", "gemma3", "gpt_oss"),
+    *HYBRIDS,
+)
 WIDE = ("mistral", "gemma2")  # mlx-lm's code for them knows no window; up to it the two are equal
 
 

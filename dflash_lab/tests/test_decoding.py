@@ -44,6 +44,15 @@ def test_decode_emits_what_greedy_decoding_emits(script, block_size):
         assert trace.finish_reason == "length"
 
 
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_both_rules_emit_what_a_target_that_is_sure_says(script):
+    pair = scripted_pair(script)
+    for rule in RULES:
+        trace = quiet_decode(pair, block_size=8, max_new_tokens=20, temperature=1.0, rule=rule)
+        assert trace.tokens == scripted_greedy(pair, PROMPT, 20)
+        assert trace.request.rule == rule
+
+
 @pytest.mark.parametrize("k", range(8))
 def test_tau_counts_what_the_script_made_right_and_the_targets_own_token(k):
     trace = quiet_decode(scripted_pair(cut(k)), block_size=8, max_new_tokens=41)

@@ -9,10 +9,13 @@ import pytest
 
 import dflash_lab.explorer
 from dflash_lab.analyse import cell_frame
-from dflash_lab.explorer import LatestOnly, explore
+from dflash_lab.costs import CostTable
+from dflash_lab.explorer import FURTHER, LatestOnly, explore
+from dflash_lab.panels import Panels
 from dflash_lab.store import open_run
 from dflash_lab.tests.pages import read_page, shown_text
-from dflash_lab.tests.runs import prompt, request_of, write_cell, write_run
+from dflash_lab.tests.runs import block, prompt, request_of, write_cell, write_run
+from dflash_lab.tests.test_what_if import cost
 from dflash_lab.tokens import SHOWN_AS
 
 SIZES, WINDOW = (1, 4, 8), 16  # the window is measured at block size 4 alone
@@ -28,10 +31,30 @@ def run(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def read_once():
+    """`Panels`, and what was read and drawn by it, kept for all tests."""
+    made = {}
+
+    def panels(run, arm=None, task=None):
+        key = (run.path, arm and arm.id, task)
+        if key not in made:
+            made[key] = Panels(run, arm, task)
+        return made[key]
+
+    return panels
+
+
 @pytest.fixture
-def panel(run, monkeypatch):
-    """An explorer that drew nothing ahead, at block size 8 and the full window."""
+def quick(monkeypatch, read_once):
+    """Explorers that draw nothing ahead, and nothing that an earlier test drew."""
     monkeypatch.setattr(dflash_lab.explorer, "AHEAD_S", 0)
+    monkeypatch.setattr(dflash_lab.explorer, "Panels", read_once)
+
+
+@pytest.fixture
+def panel(run, quick):
+    """An explorer at block size 8 and the full window."""
     made = explore(run)
     made.block_size.value, made.draft_window.value = 8, "full"
     settle(made)
@@ -41,13 +64,22 @@ def panel(run, monkeypatch):
 def settle(panel, limit=20.0):
     """Wait until the view shows what the controls say."""
     end = time.monotonic() + limit
-    while panel.found.words not in read_page(panel.html).text and time.monotonic() < end:
+    while not shows(panel) and time.monotonic() < end:
         time.sleep(0.01)
-    assert panel.found.words in read_page(panel.html).text
+    assert shows(panel)
+
+
+def shows(panel):
+    found = panel.found
+    if found.words not in read_page(panel.view.value).text:
+        return False
+    drawn = [p.alt for p in panel.panels.pictures(found.cell, panel.names)]
+    return [alt for _, alt in pictures(panel)] == drawn
 
 
 def pictures(panel):
-    return [(i.attributes["src"], i.attributes["alt"]) for i in read_page(panel.html).all("img")]
+    images = read_page(panel.view.value).all("img")
+    return [(image.attributes["src"], image.attributes["alt"]) for image in images]
 
 
 def test_sliders_offer_what_was_measured(panel):
@@ -62,7 +94,7 @@ def test_the_block_size_slider_changes_pictures_their_words_and_figures(panel, r
     panel.block_size.value = 4
     settle(panel)
     after = pictures(panel)
-    assert len(before) == len(after) == 2
+    assert len(before) == len(after) == 3
     assert all(
         old[0] != new[0] and old[1] != new[1] for old, new in zip(before, after, strict=True)
     )
@@ -104,20 +136,23 @@ def test_a_cell_seen_before_is_shown_again_in_under_100_ms(panel):
 
 
 def test_thirty_quick_changes_draw_three_times_at_most_and_end_at_the_last(panel, monkeypatch):
-    draw, drawn = panel.panels._draw, []
+    made, drawn = panel.panels.pictures, []
 
-    def slowly(cell):
+    def slowly(cell, names):
         time.sleep(0.2)
         drawn.append(cell)
-        return draw(cell)
+        return made(cell, names)
 
-    monkeypatch.setattr(panel.panels, "_draw", slowly)
-    monkeypatch.setattr(panel.panels, "drawn", lambda cell: False)
-    panel.panels._drawn.clear()
-    panel._jobs.quiet = 2.0  # a busy machine must not take its own pauses for the user's
-    for size in [8, 1, 4] * 10:
-        panel.block_size.value = size
-        panel.panels._drawn.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(panel.panels, "pictures", slowly)
+        patch.setattr(panel.panels, "drawn", lambda cell, names: False)
+        panel._jobs.quiet = 2.0  # a busy machine must not take its own pauses for the user's
+        for size in [8, 1, 4] * 10:
+            panel.block_size.value = size
+        for _ in range(1000):
+            if panel.found.words in panel.view.value:
+                break
+            time.sleep(0.01)
     settle(panel)
     assert panel.block_size.value == 4
     assert 1 <= len(drawn) <= 3
@@ -194,7 +229,7 @@ def test_an_exception_appears_in_the_panel_and_is_gone_after_the_next_change(pan
     assert panel.problem.value == ""
 
 
-def fail(cell):
+def fail(cell, names):
     raise MemoryError("no room for <b>$x$</b>")
 
 
@@ -207,22 +242,18 @@ def test_the_prompt_picker_changes_the_text_and_shows_it_literally(panel, run):
         text = read_page(panel.html).by_class("dl-text")
         assert shown_text(text) == texts[label].translate(SHOWN_AS)
         seen.append(shown_text(text))
+        told = panel.viewer.trace
+        taken = [t for block in told["blocks"] for t in (*block["kept"], block["own"] or "")]
+        assert told["first"] + "".join(taken) == texts[label].translate(SHOWN_AS)
     assert len(set(seen)) == len(panel.prompt.options) == 3
     assert not list(read_page(panel.html).all("script"))
-
-
-def test_blocks_stay_on_lines_of_their_own_while_sliders_move(panel):
-    panel.lines.value = True
-    panel.block_size.value = 4
-    settle(panel)
-    assert list(read_page(panel.html).all("div", "dl-lines"))
 
 
 def test_the_panel_is_a_widget_with_a_twin_in_html_and_words(panel):
     bundle = panel._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert bundle["text/html"] == panel.html
-    assert len(list(read_page(bundle["text/html"]).all("img"))) == 2
+    assert len(list(read_page(bundle["text/html"]).all("img"))) == 3
     assert not re.search(r"(VBox|Slider|Dropdown)\(", bundle["text/plain"])
     assert "block sizes 1, 4, 8" in bundle["text/plain"]
     json.dumps(bundle, allow_nan=False)
@@ -259,6 +290,140 @@ def test_a_run_of_the_library_alone_has_nothing_to_explore(tmp_path):
     write_cell(tmp_path, request_of(["p0"], engine="transformers", block_size=1), [prompt()])
     with pytest.raises(ValueError, match="own loop"):
         explore(tmp_path)
+
+
+@pytest.mark.parametrize("name", FURTHER.values(), ids=str)
+def test_each_further_figure_can_be_put_beside_the_two(panel, name):
+    panel.figure.value = name
+    settle(panel)
+    assert panel.problem.value == ""
+    alts = [alt for _, alt in pictures(panel)]
+    assert len(set(alts)) == len(alts) == 3
+    assert all(alts)
+
+
+def test_the_grid_of_sizes_and_windows_marks_the_place_that_is_looked_at(panel):
+    panel.figure.value = "heatmap"
+    panel.block_size.value = 4
+    settle(panel)
+    before = pictures(panel)[2]
+    assert before[1].startswith("Looked at: block size 4, full window, dashed frame.")
+    panel.draft_window.value = WINDOW
+    settle(panel)
+    assert pictures(panel)[2] != before
+
+
+def test_acceptance_is_shown_with_the_lines_of_the_rules_of_thumb(panel):
+    panel.figure.value = "acceptance"
+    settle(panel)
+    assert "Rules of thumb at 60 % and 30 %" in pictures(panel)[2][1]
+
+
+def test_a_run_of_one_kind_has_no_picker_of_cells(panel):
+    assert panel.arm not in panel.widget.children
+    assert panel.task in panel.widget.children
+
+
+@pytest.fixture(scope="module")
+def two_dtypes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "two"
+    for dtype, sizes in (("bfloat16", (1, 4, 8)), ("float32", (1, 2))):
+        for size in sizes:
+            rows = [block(1, size, prompt_id=p) for p in ("p0", "p1")] if size > 1 else []
+            write_cell(
+                path,
+                request_of(["p0", "p1"], block_size=size, dtype=dtype),
+                [prompt(p, task=task, decode_s=0.1 + size / 50) for p, task in TASKS.items()],
+                rows,
+                {f"{p}|0|0": [" the", " a", " of", " to"] for p in TASKS},
+            )
+    return open_run(path)
+
+
+TASKS = {"p0": "chat", "p1": "code"}
+
+
+@pytest.fixture
+def picked(two_dtypes, quick):
+    return explore(two_dtypes)
+
+
+def test_another_kind_of_cells_brings_its_own_sizes_pictures_and_texts(picked):
+    options = picked.arm.options
+    assert sorted(options) == ["dtype bfloat16", "dtype float32"]
+    for label, sizes in (("dtype float32", [1, 2]), ("dtype bfloat16", [1, 4, 8])):
+        picked.arm.value = label
+        settle(picked)
+        assert [value for _, value in picked.block_size.options] == sizes
+        assert picked.panels.run.cell(picked.found.cell).dtype == label.split()[1]
+        assert picked.problem.value == ""
+
+
+def test_a_task_leaves_its_prompts_and_figures_alone(picked, two_dtypes):
+    picked.task.value = "code"
+    settle(picked)
+    assert [label for label, _ in picked.prompt.options] == ["p1"]
+    assert set(picked.panels.frame["prompts"]) == {1}
+    assert "shown is code alone" in read_page(picked.view.value).text
+    picked.task.value = "all"
+    settle(picked)
+    assert set(picked.panels.frame["prompts"]) == {2}
+
+
+def test_what_cannot_be_read_of_another_kind_is_told_in_the_panel(picked, monkeypatch):
+    other = next(label for label in picked.arm.options if label != picked.arm.value)
+    monkeypatch.setattr(dflash_lab.explorer, "Panels", broken)
+    picked.arm.value = other
+    assert "this cell is damaged" in read_page(picked.problem.value).text
+
+
+def broken(*args):
+    raise ValueError("this cell is damaged")
+
+
+# What if
+
+
+def cost_table(draft_s=0.02):
+    shapes = [(1, None), *((size, window) for size in (4, 8) for window in (None, WINDOW))]
+    return CostTable(costs=tuple(cost(*shape, draft_s=draft_s) for shape in shapes))
+
+
+def test_without_stage_times_or_a_table_the_what_if_rests_and_says_what_it_needs(panel):
+    assert all(slider.disabled for slider in panel.costs.sliders.values())
+    assert "dl.measure_costs" in read_page(panel.costs.picture.value).text
+
+
+def test_a_cheaper_draft_moves_the_predicted_optimum(run, quick):
+    made = explore(run, costs=cost_table(draft_s=0.2))
+    (before,) = read_page(made.costs.picture.value).all("img")
+    assert before.attributes["alt"].startswith("The fastest stays block size 1")
+    made.costs.sliders["draft"].value = 0.1
+    (after,) = read_page(made.costs.picture.value).all("img")
+    assert (
+        "The fastest moves from block size 1, plain decoding to block size"
+        in (after.attributes["alt"])
+    )
+    assert "drafting takes 0.1 times as long" in after.attributes["alt"]
+    assert made.problem.value == ""
+
+
+def test_the_what_if_follows_its_slider_in_under_100_ms(run, quick):
+    made = explore(run, costs=cost_table())
+    seconds = []
+    for factor in (0.5, 2.0, 4.0):
+        shown, began = made.costs.picture.value, time.perf_counter()
+        made.costs.sliders["verify"].value = factor
+        seconds.append(time.perf_counter() - began)
+        assert made.costs.picture.value != shown
+    assert min(seconds) < 0.1
+
+
+def test_an_error_of_the_what_if_is_told_in_the_panel(run, quick, monkeypatch):
+    made = explore(run, costs=cost_table())
+    monkeypatch.setattr("dflash_lab.scaling.scaled_frame", broken)
+    made.costs.sliders["other"].value = 2.0
+    assert "this cell is damaged" in read_page(made.problem.value).text
 
 
 def test_without_ipywidgets_the_error_says_what_to_install(run, monkeypatch):

@@ -1,6 +1,6 @@
 """The calls, flags and workflows of public guides to DFlash: one test a row of their table.
 
-Rows 8 (server), 11 (memory on MLX: test_mlx_session.py), 13 and 14 (locking, the notebook) are not
+Rows 11 (memory on MLX: test_mlx_session.py), 13 and 14 (locking, the notebook) are not
 here.
 """
 
@@ -10,10 +10,11 @@ import sys
 import warnings
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_lab import DecodeConfig, benchmark, cell_frame, decode, open_run
+from dflash_lab import DecodeConfig, benchmark, cell_frame, decode, open_run, serving
 from dflash_lab.calls import Draft, GenerationStats, stream_generate
 from dflash_lab.decoding import BlockSizeWarning
 from dflash_lab.load import DraftConfigWarning
@@ -176,8 +177,8 @@ def test_row_2_settings_are_checked_at_the_call_and_an_abandoned_stream_disturbs
 ):
     draft, ids = calls.draft(draft_of_6), qwen3_toy.prompts[0]
     call = (calls.target, draft, calls.tokenizer)
-    with pytest.raises(ValueError, match=r"temperature is 0.6; this version is greedy"):
-        calls.stream(*call, ids, temperature=0.6)
+    with pytest.raises(ValueError, match=r"temperature is -1; expected a number from 0"):
+        calls.stream(*call, ids, temperature=-1)
     with pytest.raises(ValueError, match="prompt is empty"):
         calls.stream(*call, "")
     abandoned = calls.stream(*call, ids, max_tokens=20)
@@ -226,8 +227,8 @@ def test_row_4_spec_generate_returns_prompt_and_new_ids(calls, qwen3_toy):
 
 def test_row_4_what_cannot_be_done_is_refused_by_name(calls, qwen3_toy):
     draft, asked = calls.draft(qwen3_toy.draft), calls.ids(qwen3_toy.prompts[0])
-    with pytest.raises(ValueError, match=r"temperature is 0.7; this version is greedy"):
-        draft.spec_generate(calls.target, asked, 20, [1], 0.7)
+    with pytest.raises(ValueError, match=r"temperature is -0.7; expected a number from 0"):
+        draft.spec_generate(calls.target, asked, 20, [1], -0.7)
     with pytest.raises(ValueError, match=r"block_size is 0; expected a whole number from 1"):
         draft.spec_generate(calls.target, asked, block_size=0)
     with pytest.raises(ValueError, match=r"draft_window is 0"):
@@ -236,6 +237,21 @@ def test_row_4_what_cannot_be_done_is_refused_by_name(calls, qwen3_toy):
         draft.spec_generate(calls.target, asked[0])
     with pytest.raises(ValueError, match=r"prompt is empty"):
         draft.spec_generate(calls.target, asked[:, :0])
+
+
+def test_rows_2_and_4_temperature_and_seed_draw_the_same_text_at_every_block_size(calls, qwen3_toy):
+    draft, ids = calls.draft(qwen3_toy.draft), list(qwen3_toy.prompts[0])
+    asked = calls.ids(ids)
+
+    def drawn(size, seed):
+        out = draft.spec_generate(calls.target, asked, 12, [], 1.0, block_size=size, seed=seed)
+        return out.tolist()[0][len(ids) :]
+
+    assert drawn(8, 5) == drawn(1, 5) != drawn(8, 6)
+    assert drawn(8, 5) != list(qwen3_toy.greedy[0][:12])
+    call = (calls.target, draft, calls.tokenizer, ids, 4, 12, 1.0)
+    stream = calls.stream(*call, seed=5)
+    assert [token for one in stream for token in one.tokens] == drawn(8, 5)
 
 
 def test_row_4_a_torch_target_is_left_as_it_was_found(torch_calls, qwen3_toy):
@@ -390,6 +406,82 @@ def test_row_7_the_draft_that_comes_with_the_project_belongs_to_its_pair(bench, 
     assert [cell.block_size for cell in run.cells] == [16]  # the draft's own, as none was named
     _, said = bench("--max-samples", 9999, "--block-size", 4, "--max-new-tokens", 2)
     assert "are used" in said
+
+
+@pytest.fixture
+def server(monkeypatch, capsys):
+    """`dflash-lab serve` on a scripted pair whose config says 10, trained at 16, asked and stopped:
+    exit code, stderr, and what /health, an answer and the events of a stream say."""
+    pair = scripted_pair(cut(3), block_size=10, trained_block_size=16)
+    loaded = []
+    monkeypatch.setattr(serving, "load_spec", lambda *_: (loaded.append(1), pair)[1])
+
+    def main(*arguments):
+        told = []
+
+        def ask(started):
+            asked = {"prompt": "hello", "max_tokens": 20}
+            for path, extra in (("completions", {}), ("completions", {"stream": True})):
+                told.append(httpx.post(f"{started.url}/v1/{path}", json=asked | extra))
+            told.append(httpx.get(f"{started.url}/health"))
+
+        monkeypatch.setattr(serving.Server, "wait", ask)
+        with pytest.raises(SystemExit) as end:
+            benchmark.cli.main(["serve", "tiny", "--port", "0", *arguments])
+        assert bool(loaded) == bool(told)
+        return end.value.code or 0, capsys.readouterr().err, told
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "size", "source"),
+    [
+        ("12", (), 12, "DFLASH_BLOCK_SIZE"),
+        ("12", ("--block-size", "6"), 6, "flag --block-size"),
+        (None, ("--block-size", "6"), 6, "flag --block-size"),
+        (None, (), 10, "draft config: block_size"),
+    ],
+)
+def test_row_8_the_server_takes_flag_before_variable_before_config_and_says_so(
+    server, monkeypatch, variable, flags, size, source
+):
+    monkeypatch.delenv("DFLASH_BLOCK_SIZE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DFLASH_BLOCK_SIZE", variable)
+    code, said, (whole, stream, health) = server(*flags)
+    assert code == 0
+    assert f"block size {size} (from {source})" in said
+    lines = [line for line in stream.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert len(events) > 3
+    for answer in (whole.json(), health.json(), *events):
+        assert (answer["block_size"], answer["block_size_source"]) == (size, source)
+    for answer in (whole, stream, health):
+        assert answer.headers["x-dflash-block-size"] == str(size)
+    drafted = whole.json()["metrics"]["speculative_decoding"]["per_step_drafted"]
+    assert set(drafted) == {size - 1}
+
+
+def test_row_8_a_server_in_a_notebook_reads_the_variable_too_and_settings_beat_it(monkeypatch):
+    monkeypatch.setenv("DFLASH_BLOCK_SIZE", "12")
+    pair = scripted_pair(block_size=10, trained_block_size=16)
+    for config, size in ((None, 12), (DecodeConfig(), 12), (DecodeConfig(block_size=6), 6)):
+        with serving.serve(pair, config, port=0) as started:
+            monkeypatch.setenv("DFLASH_BLOCK_SIZE", "x")  # it was read when the server started
+            assert httpx.get(f"{started.url}/health").json()["block_size"] == size
+        monkeypatch.setenv("DFLASH_BLOCK_SIZE", "12")
+
+
+@pytest.mark.parametrize("text", ["", " ", "abc", "0", "-1", "12.5"])
+def test_row_8_an_empty_or_bad_variable_stops_the_start_with_one_line(server, monkeypatch, text):
+    monkeypatch.setenv("DFLASH_BLOCK_SIZE", text)
+    code, said, told = server()
+    assert (code, told) == (1, [])
+    assert said.startswith(f"error: DFLASH_BLOCK_SIZE is {text!r}; expected a whole number from 1.")
+    assert said.count("\n") == 1
+    with pytest.raises(ValueError, match=r"^DFLASH_BLOCK_SIZE is"):
+        serving.serve("tiny", port=0)
 
 
 def test_row_9_above_the_trained_size_one_warning_one_cell_and_the_reason(bench, scripted):

@@ -45,19 +45,16 @@ KINDS = {
     "qwen2": {},
     "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {"sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "qwen3_next": {
-        "linear_num_value_heads": 2,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 2,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 8,
-        "mlp_only_layers": [0, 1],
-        "moe_intermediate_size": 8,
-        "partial_rotary_factor": 1.0,
+    "lfm2": {
+        "norm_eps": 1e-6,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 32,
+        "block_ff_dim": 32,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1],
     },
 }
 SLIDING = ("gemma3_text", "gpt_oss")
@@ -130,6 +127,26 @@ def test_a_step_sees_exactly_the_rows_inside_its_window_also_after_rows_were_tak
         take_back([cache], cache.offset)
 
 
+@pytest.mark.parametrize("kind", SLIDING)
+@pytest.mark.parametrize("size", [7, 20])
+def test_next_logits_after_every_block_are_those_of_a_fresh_prefill_past_the_window(kind, size):
+    model, dice = model_of(kind), random.Random(0)
+    target, ids = target_of(model), [dice.randrange(64) for _ in range(70)]
+    cache, place = target.new_cache(), 10
+    target.logits(mx.array([ids[:place]]), cache, ())
+    while place + size < len(ids):
+        keep = 1 + place % size
+        step = ids[place : place + keep] + [7] * (size - keep)
+        mx.eval(target.logits(mx.array([step]), cache, ())[0])
+        take_back(cache, size - keep)
+        place += keep
+        live, _ = target.logits(mx.array([[ids[place]]]), cache, ())
+        take_back(cache, 1)
+        fresh = model(mx.array([ids[: place + 1]]))
+        np.testing.assert_allclose(np.array(live[0, 0]), np.array(fresh[0, -1]), atol=1e-3)
+    assert place > 3 * 16
+
+
 def seen_rows(keys, rows, mask):
     """For each of the last `rows`, the keys that it sees, as MLX's attention reads a mask."""
     numbers = keys.flatten().tolist()
@@ -192,6 +209,22 @@ def test_rope_settings_a_layer_type_and_of_a_nested_config_are_found():
     nested = spelled_for_mlx({"text_config": {"hidden_size": 8, "rope_parameters": rope}})
     assert nested == {"text_config": {"hidden_size": 8, "rope_parameters": rope, **flat}}
     assert spelled_for_mlx({"rope_theta": 1e4}) == {}
+
+
+def test_a_qwen_3_5_without_its_images_and_the_distance_of_its_full_layers_are_known_to_mlx_lm():
+    raw = {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5},
+    }
+    assert spelled_for_mlx(raw) == {
+        "model_type": "qwen3_5",
+        "full_attention_interval": 2,
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+    }
+    with pytest.raises(UnsupportedTarget, match="fixed distance"):
+        spelled_for_mlx(raw | {"layer_types": ["full_attention", "linear_attention"]})
 
 
 def test_a_target_that_lacks_weights_is_refused_by_their_names(toy, tmp_path):
@@ -290,9 +323,9 @@ def test_model_code_that_fails_in_a_cached_step_is_refused_by_name(monkeypatch):
         target_of(model)
 
 
-def test_a_hybrid_and_a_rope_that_depends_on_where_a_pass_ends_are_refused_by_name():
-    with pytest.raises(TargetNotReversible, match="qwen3_next has ArraysCache state"):
-        target_of(model_of("qwen3_next"))
+def test_another_recurrent_kind_and_a_rope_that_depends_on_where_a_pass_ends_are_refused():
+    with pytest.raises(TargetNotReversible, match="lfm2 has ArraysCache state"):
+        target_of(model_of("lfm2"))
     dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
     with pytest.raises(TargetNotReversible, match=r"llama has a rope \(dynamic\)"):
         target_of(model_of("llama", **dynamic))

@@ -35,6 +35,7 @@ class Names(NamedTuple):
 # Imported by the library; `USED_ONLY` says what else is needed, and by whom.
 IMPORTED = (
     Names("accelerate", "accelerate", "accelerate"),
+    Names("anywidget", "anywidget", "anywidget"),
     Names("datasets", "datasets", "datasets"),
     Names("huggingface_hub", "huggingface_hub", "huggingface_hub"),
     Names("ipywidgets", "ipywidgets", "ipywidgets"),
@@ -52,6 +53,7 @@ IMPORTED = (
     Names("safetensors", "safetensors", "safetensors"),
     Names("tokenizers", "tokenizers", "tokenizers"),
     Names("torch", "torch", "pytorch"),
+    Names("traitlets", "traitlets", "traitlets"),
     Names("transformers", "transformers", "transformers"),
     Names("typer", "typer", "typer"),
 )
@@ -63,10 +65,18 @@ USED_ONLY = {
     Names("papermill", "papermill", "papermill"): "notebooks from top to bottom",
     Names("seaborn", "seaborn", "seaborn"): "a reader's own figures, in notebooks",
 }
+FOR_SERVING = (
+    Names("fastapi", "fastapi", "fastapi"),
+    Names("prometheus_client", "prometheus_client", "prometheus_client"),
+    Names("uvicorn", "uvicorn", "uvicorn"),
+)
 FOR_TESTS = (
     Names("beartype", "beartype", None),
+    Names("dflash_lab", "dflash-lab", None),  # with the extra [serve]
+    Names("httpx", "httpx", None),
     Names("nbformat", "nbformat", None),
     Names("nbstripout", "nbstripout", None),
+    Names("openai", "openai", None),
     Names("packaging", "packaging", None),
     Names("playwright", "playwright", None),
     Names("pytest", "pytest", None),
@@ -93,8 +103,8 @@ def core_requirements() -> list[Requirement]:
     return [Requirement(line) for line in PYPROJECT["project"]["dependencies"]]
 
 
-def dev_requirements() -> list[Requirement]:
-    return [Requirement(line) for line in PYPROJECT["project"]["optional-dependencies"]["dev"]]
+def extra_requirements(extra: str) -> list[Requirement]:
+    return [Requirement(line) for line in PYPROJECT["project"]["optional-dependencies"][extra]]
 
 
 def faults(text: str) -> list[str]:
@@ -176,7 +186,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_import_of_the_library_is_in_the_table_and_every_entry_is_imported():
-    assert library_imports() == {names.module for names in IMPORTED}
+    assert library_imports() == {names.module for names in (*IMPORTED, *FOR_SERVING)}
 
 
 def test_every_import_of_the_tests_is_installed_by_the_dev_extra():
@@ -190,20 +200,25 @@ def test_what_is_used_without_an_import_is_imported_nowhere():
 
 def test_pyproject_and_the_table_name_the_same_packages():
     assert {req.name for req in core_requirements()} == {names.pip for names in CORE}
-    assert {req.name for req in dev_requirements()} == {names.pip for names in FOR_TESTS}
+    serving, testing = extra_requirements("serve"), extra_requirements("dev")
+    assert {req.name for req in serving} == {names.pip for names in FOR_SERVING}
+    assert {req.name for req in testing} == {names.pip for names in FOR_TESTS}
+    assert {"serve"} in [req.extras for req in testing]
 
 
 def test_environment_yml_and_the_table_name_the_same_packages():
-    assert set(conda_specs(ENVIRONMENT)) == {names.conda for names in CORE} | {"python", "pip"}
+    named = {names.conda for names in (*CORE, *FOR_SERVING)}
+    assert set(conda_specs(ENVIRONMENT)) == named | {"python", "pip"}
 
 
 def test_environment_yml_names_what_a_reader_expects_there():
     assert set(conda_specs(ENVIRONMENT)) >= ASKED_FOR
 
 
-@pytest.mark.parametrize("names", CORE, ids=lambda names: names.pip)
+@pytest.mark.parametrize("names", (*CORE, *FOR_SERVING), ids=lambda names: names.pip)
 def test_pip_and_conda_ask_for_the_same_versions(names):
-    specs = {req.specifier for req in core_requirements() if req.name == names.pip}
+    asked = (*core_requirements(), *extra_requirements("serve"))
+    specs = {req.specifier for req in asked if req.name == names.pip}
     assert specs == {SpecifierSet(conda_specs(ENVIRONMENT)[names.conda])}
 
 

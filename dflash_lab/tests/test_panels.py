@@ -2,7 +2,19 @@
 
 import pytest
 
-from dflash_lab.panels import Grid, Panels, facts, make_grid, place_name, with_interval, written
+from dflash_lab.panels import (
+    FIGURES,
+    Grid,
+    Panels,
+    arms,
+    facts,
+    like,
+    make_grid,
+    place_name,
+    tasks,
+    with_interval,
+    written,
+)
 from dflash_lab.store import open_run
 from dflash_lab.tests.runs import prompt, request_of, write_cell, write_run
 
@@ -128,8 +140,8 @@ def test_without_drafts_there_is_no_draft_rate_rather_than_zero(panels):
 def test_each_cell_is_drawn_once(panels, monkeypatch):
     cell = panels.grid.cells[4, 16]
     first = panels.pictures(cell)
-    monkeypatch.setattr(panels, "_draw", lambda cell: pytest.fail("drawn again"))
-    assert panels.pictures(cell) is first
+    monkeypatch.setattr(panels, "_draw", lambda name, cell: pytest.fail("drawn again"))
+    assert panels.pictures(cell) == first
 
 
 def test_pictures_of_two_cells_differ_and_say_so(panels):
@@ -143,3 +155,39 @@ def test_a_run_without_a_finished_cell_is_refused(tmp_path):
     (tmp_path / "cells").mkdir()
     with pytest.raises(ValueError, match="no finished cell"):
         Panels(open_run(tmp_path))
+
+
+def test_arms_are_told_apart_by_what_differs_between_them(tmp_path):
+    for settings in ({}, {"dtype": "float32"}, {"dtype": "float32", "temperature": 0.7}):
+        for size in (1, 4):
+            write_cell(tmp_path, request_of(["p0"], block_size=size, **settings), [prompt()])
+    run = open_run(tmp_path)
+    assert sorted(arms(run)) == [
+        "dtype bfloat16, temperature 0.0",
+        "dtype float32, temperature 0.0",
+        "dtype float32, temperature 0.7",
+    ]
+    warm = arms(run)["dtype float32, temperature 0.7"]
+    assert {cell.request["temperature"] for cell in like(run, warm).cells} == {0.7}
+    assert set(Panels(run, warm).grid.cells) == {(1, None), (4, None)}
+
+
+def test_a_run_of_one_kind_has_one_arm(panels):
+    assert list(arms(panels.run)) == ["all cells"]
+
+
+def test_figures_of_a_task_are_those_of_its_prompts_alone(panels):
+    task = tasks(panels.run)[0]
+    rows = [row for row in panels.run.prompts().to_pylist() if row["task"] == task]
+    part = Panels(panels.run, task=task)
+    cell = part.grid.cells[8, None]
+    mine = [row for row in rows if row["cell"] == cell]
+    seconds = sum(row["decode_s"] for row in mine)
+    tokens = sum(len(row["new_ids"]) - 1 for row in mine)
+    assert part.rows[cell]["tokens_per_s"] == pytest.approx(tokens / seconds)
+    assert {prompt.task for prompt in part.traces.prompts} == {task}
+
+
+def test_every_figure_can_be_drawn_where_nothing_is_drafted_and_says_what_it_shows(panels):
+    cell = panels.grid.cells[1, None]
+    assert all(image.alt for image in panels.pictures(cell, tuple(FIGURES)))

@@ -1,12 +1,15 @@
 """Policies by hand: what each decides, that the text stays, and that a policy says who it is."""
 
+import json
 import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 
-from dflash_lab import DecodeConfig, decode
+from dflash_lab import DecodeConfig, SweepConfig, cli, decode, open_run, recommend, sweep
+from dflash_lab.analyse import cell_frame, comparable, contest
+from dflash_lab.costs import write_costs
 from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.policies import (
     BackOff,
@@ -17,7 +20,10 @@ from dflash_lab.policies import (
     Steering,
     SurvivalTimesCost,
     describe_policy,
+    read_policy,
 )
+from dflash_lab.sweeps import status
+from dflash_lab.tests.test_recommendation import table
 from dflash_lab.tests.toys import (
     ScriptedModels,
     ScriptedSession,
@@ -248,3 +254,135 @@ def test_torch_confidences_are_the_highest_probability_of_each_slot():
     assert seen[0] == pytest.approx(sure.tolist(), abs=1e-6)
     assert len(seen) == len(trace.blocks)
     assert torch.isfinite(sure).all()
+
+
+# --- by text, in sweeps and on the command line -------------------------------------------------
+
+ALTERNATING = Alternating()  # found as MODULE:NAME
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("none", None),
+        ("fixed", Fixed()),
+        ("fixed:block_size=4,verify_cap=2", Fixed(block_size=4, verify_cap=2)),
+        ("confidence:threshold=0.5", ConfidenceThreshold(threshold=0.5)),
+        ("back-off:start=8,ceiling=16", BackOff(start=8, ceiling=16)),
+        ("survival", SurvivalTimesCost(costs={(1, 1): 1.0})),
+        (f"{HERE}:ALTERNATING", ALTERNATING),
+        (f"{HERE}:Alternating", ALTERNATING),
+    ],
+)
+def test_a_policy_is_read_from_text(text, policy):
+    assert read_policy(text, {(1, 1): 1.0}) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("treshold", "the policy is 'treshold'; expected none, fixed, confidence"),
+        ("survival", "needs a cost table"),
+        ("confidence", "cannot be made"),
+        ("confidence:threshold=2", "expected a probability"),
+        ("confidence:threshold=high", "has the setting 'threshold=high'"),
+        ("fixed:size=4", "cannot be made"),
+        ("no_such_module:Mine", "cannot be imported"),
+        (f"{HERE}:Missing", "cannot be imported"),
+        (f"{HERE}:PROMPT", "has no name"),
+    ],
+)
+def test_text_that_names_no_policy_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_policy(text)
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"id": f"p{n}", "prompt": f"say {n}"}) for n in range(2)))
+    return str(path)
+
+
+def steered(prompt_file, *policies, **settings):
+    usual = {"block_sizes": (1, 4, 8), "prompts": prompt_file, "max_new_tokens": 12}
+    return SweepConfig(policies=policies, **(usual | settings))
+
+
+def test_a_policy_makes_cells_of_its_own_and_leaves_the_others_as_they_were(tmp_path, prompt_file):
+    policy = ConfidenceThreshold(threshold=0.5)
+    plain = sweep(steered(prompt_file, None), tmp_path / "a", pair=telling_pair(cut(6)))
+    both = sweep(steered(prompt_file, None, policy), tmp_path / "b", pair=telling_pair(cut(6)))
+    assert {cell.id for cell in plain.cells} < {cell.id for cell in both.cells}
+    made = [(cell.block_size, cell.policy) for cell in both.cells if cell.policy]
+    assert made == [(4, "confidence threshold 1"), (8, "confidence threshold 1")]
+    cell = both.cells[-1] if both.cells[-1].policy else both.cells[-2]
+    told = {"name": "confidence threshold", "version": "1", "settings": {"threshold": 0.5}}
+    assert cell.request["policy"] == told
+    drafted = both.select(policy=told, block_size=8).blocks(["drafted"])["drafted"].to_pylist()
+    assert {len(tokens) for tokens in drafted} == {3}
+    texts = {
+        tuple(row["new_ids"]) for row in both.prompts().to_pylist() if row["prompt_id"] == "p0"
+    }
+    assert len(texts) == 1
+    rows = {(row["block_size"], row["policy"]) for row in status(tmp_path / "b")}
+    assert (8, "confidence threshold 1") in rows and (8, None) in rows
+
+
+def test_settings_and_versions_of_a_policy_tell_cells_apart(tmp_path, prompt_file):
+    costs = {(8, rows): 1 + 0.2 * rows for rows in range(1, 9)}
+    policies = (
+        *(ConfidenceThreshold(threshold=at) for at in (0.5, 0.7, 0.5)),
+        *(SurvivalTimesCost(costs=told) for told in (costs, costs | {(8, 1): 9.0})),
+        f"{HERE}:ALTERNATING",
+        type("Mine", (Alternating,), {"version": "2"})(),
+    )
+    config = steered(prompt_file, *policies, block_sizes=(8,))
+    run = sweep(config, tmp_path / "run", pair=telling_pair(cut(6)))
+    assert len(run.cells) == 6  # the same one twice is one
+    again = sweep(config, tmp_path / "run", pair=telling_pair(cut(6)))
+    assert [cell.id for cell in again.cells] == [cell.id for cell in run.cells]
+
+
+def test_cells_of_a_policy_are_shown_and_never_recommended(tmp_path, prompt_file):
+    policy = Fixed(verify_cap=2)
+    config = steered(prompt_file, None, policy, max_new_tokens=20)
+    run = sweep(config, tmp_path / "run", pair=telling_pair(cut(6)))
+    frame = cell_frame(run)
+    assert frame["policy"].notna().sum() == 2
+    steered_cells = {cell.id for cell in run.cells if cell.policy}
+    assert not steered_cells & {arm.setting.cell for arm in contest(run).candidates}
+    assert not steered_cells & {cell.id for cell in comparable(run).cells}
+    assert recommend(run).choice.cell not in steered_cells
+    with pytest.raises(ValueError, match="nothing to choose from"):
+        recommend(sweep(steered(prompt_file, policy), tmp_path / "b", pair=telling_pair(cut(6))))
+
+
+def test_the_command_line_sweeps_policies_beside_blocks_of_one_size(
+    tmp_path, prompt_file, monkeypatch, capsys
+):
+    pair = telling_pair(cut(6))
+    monkeypatch.setattr("dflash_lab.sweeps.load_spec", lambda spec, progress=None: pair)
+    costs = write_costs(table({size: 1 + 0.1 * size for size in range(1, 9)}), tmp_path / "c.json")
+    asked = ["--policy", "confidence:threshold=0.5", "--policy", "survival", "--costs", str(costs)]
+    given = ["--prompts", prompt_file, "--block-sizes", "8", "--max-new-tokens", "9"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["sweep", "--out", str(tmp_path / "run"), *given, *asked])
+    assert not end.value.code
+    found = {cell.policy for cell in open_run(tmp_path / "run").cells}
+    assert found == {None, "confidence threshold 1", "survival times cost 1"}
+    shown = capsys.readouterr().out
+    assert "policy" in shown and "surviv" in shown
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["sweep", "--out", str(tmp_path / "run"), *given, *asked, "--draft-windows", "4,8"]
+        )
+    assert "sweep one at a time" in capsys.readouterr().err
+
+
+def test_a_sweep_refuses_what_is_no_policy(prompt_file):
+    with pytest.raises(ValueError, match="has no name"):
+        steered(prompt_file, object())
+    with pytest.raises(ValueError, match="policies is empty"):
+        steered(prompt_file)

@@ -27,6 +27,7 @@ from dflash_lab.replay import (
     load_map,
     per_block_best,
     per_prompt_best,
+    policy_frame,
     replay_frame,
     replay_traces,
     save_map,
@@ -171,12 +172,11 @@ def test_windows_made_together_are_those_made_alone_from_the_first_hidden_positi
 
 
 def test_cells_do_not_read_the_text_again(monkeypatch):
-    calls, target = [], tiny().models.target
+    calls, target, one = [], tiny().models.target, texts(1)
     read = target.logits
     monkeypatch.setattr(
         target, "logits", lambda *a, **k: calls.append(a[0].shape[1]) or read(*a, **k)
     )
-    one = texts(1)
     made = acceptance_map(tiny(), one, (2, 3, 4, 8), WINDOWS)
     once = sorted((len(one[0].prompt_ids), NEW - 1))
     assert sorted(calls) == once
@@ -342,6 +342,26 @@ def test_what_a_clipped_trace_claims_stands_beside_the_truth():
     assert frame.tau["estimate"] == pytest.approx(8 / 4)  # 4, 1, 1 and 2 of the clipped walk
     assert frame.tau["re-draft"] == pytest.approx(8 / 6)
     assert frame.wrong_share["estimate"] == 0.5
+
+
+def test_policies_stand_beside_fixed_sizes_and_bounds_that_say_what_they_are():
+    costs = {(1, 1): 1.0, (4, 4): 1.9, (4, 2): 1.5}
+    made = by_hand([[0, 0, 0, 0, 0], [3, 0, 0, 0, 0]], [[0, 0], [0, 0]], sizes=(1, 4))
+    frame = policy_frame(made, costs, [Fixed(verify_cap=2)]).set_index("policy")
+    # emitted are 5 and 2 tokens; at size 1 in 5 and 2 blocks, at size 4 in 2 and 2
+    assert frame.loc["block size 1", ["blocks", "tokens_per_s"]].tolist() == [7, 1.0]
+    assert frame.loc["block size 4", "tokens_per_s"] == pytest.approx(7 / (4 * 1.9))
+    assert frame.loc["fixed 1", ["blocks", "rows"]].tolist() == [6, 12]
+    assert frame.loc["fixed 1", "tokens_per_s"] == pytest.approx(7 / (6 * 1.5))
+    assert frame.loc["fixed 1", "speedup"] == pytest.approx(7 / 9)
+    prompt, block = "best block size of each prompt", "best block size of each block"
+    assert frame.loc[prompt, "tokens_per_s"] == pytest.approx(7 / (2 * 1.9 + 2 * 1.0))
+    assert frame.loc[block, "tokens_per_s"] == pytest.approx(7 / (1.9 + 1.0 + 2 * 1.0))
+    assert frame["bound"].notna().tolist() == [False, False, False, True, True]
+    assert frame.loc[prompt, "bound"] == "upper bound: chosen after the fact"
+    assert (frame["tokens_per_s_low"] <= frame["tokens_per_s"]).all()
+    cheap = policy_frame(made, costs | {(4, 2): 1.0}, [Fixed(verify_cap=2)]).set_index("policy")
+    assert cheap.loc["fixed 1", "speedup"] == pytest.approx(7 / 6)  # over a fixed size, not itself
 
 
 def test_hindsight_is_no_slower_than_any_fixed_size_and_says_that_it_is_a_bound():

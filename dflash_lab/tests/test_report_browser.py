@@ -183,8 +183,9 @@ def test_every_picture_that_a_slider_can_choose_is_drawn(shown):
 
 
 def test_the_page_shows_the_same_before_and_after_its_script_ran(shown, without_scripts):
-    texts = [side.page.locator("#text pre").inner_text() for side in (shown, without_scripts)]
-    assert texts[0] == texts[1]
+    bare = "#text pre bdi:not(.dl-drafts bdi)"
+    texts = [side.page.locator(bare).all_text_contents() for side in (shown, without_scripts)]
+    assert texts[0] == texts[1] != []
     assert shown.text("#readout") == without_scripts.text("#readout")
 
 
@@ -202,7 +203,7 @@ def test_without_scripts_the_recommended_cell_is_there_and_no_dead_control(witho
 def test_what_a_model_wrote_is_seen_literally(shown, run, text):
     assert any(text in hostile for hostile in HOSTILE)
     assert text in shown.page.locator("#text pre").inner_text()
-    assert shown.page.locator("#text script, #text img").count() == 0
+    assert shown.page.locator("#text script, #text img, #text think").count() == 0
 
 
 def test_the_prompt_picker_shows_the_text_of_each_prompt(shown, run):
@@ -210,38 +211,71 @@ def test_the_prompt_picker_shows_the_text_of_each_prompt(shown, run):
     rows = [row for row in run.prompts().to_pylist() if row["cell"] == cell]
     for number, row in enumerate(rows):
         shown.page.select_option("#prompt", str(number))
-        pieces = shown.page.locator("#text bdi:not(.dl-drafts bdi)").all_text_contents()
+        pieces = shown.page.locator("#text pre bdi:not(.dl-drafts bdi)").all_text_contents()
         assert "".join(pieces) == row["text"].translate(SHOWN_AS)
 
 
-def test_the_block_slider_steps_through_the_blocks(shown):
-    shown.page.focus("#block")
-    drafts = shown.page.locator(".dl-current > .dl-drafts")
+STEP, SAID, ROWS = "#text .dl-step", "#text .dl-said", "#text .dl-rows tbody tr"
+
+
+def test_arrow_keys_step_through_the_blocks(shown):
+    shown.page.focus(STEP)
     for number in (1, 2, 3):
-        assert drafts.count() == 1
-        assert drafts.is_visible()
-        assert drafts.inner_text().startswith(f"block {number} of ")
-        assert shown.text("#block-value").startswith(f"block {number} of ")
+        assert shown.text(SAID).startswith(f"block {number} of ")
+        assert shown.attribute(STEP, "aria-valuetext") == shown.text(SAID)
+        assert shown.text("#text caption") == shown.text(SAID)
+        assert shown.page.locator("#text .dl-block.dl-current").count() == 1
         shown.page.keyboard.press("ArrowRight")
 
 
-def test_a_click_on_a_block_chooses_it(shown):
+def test_a_click_on_a_block_chooses_it_and_arrow_keys_go_on_from_there(shown):
     shown.page.select_option("#prompt", "1")
     shown.page.locator("#text .dl-block").nth(4).locator("> bdi").first.click()
-    assert shown.text("#block-value").startswith("block 5 of ")
-    assert shown.page.input_value("#block") == "5"
+    assert shown.text(SAID).startswith("block 5 of ")
+    shown.page.keyboard.press("ArrowLeft")
+    assert shown.text(SAID).startswith("block 4 of ")
 
 
-def test_pointing_at_a_block_shows_what_was_drafted_in_it(shown):
+def test_the_timeline_has_a_field_a_block_and_the_mouse_scrubs_along_it(shown):
+    fields = shown.page.locator("#text .dl-seg[data-block]")
+    assert fields.count() == shown.page.locator("#text .dl-block").count()
+    shown.page.locator("#text .dl-time").scroll_into_view_if_needed()
+    boxes = [fields.nth(place).bounding_box() for place in (2, 5)]
+    places = [(box["x"] + box["width"] / 2, box["y"] + 4) for box in boxes]
+    shown.page.mouse.move(*places[0])
+    shown.page.mouse.down()
+    assert shown.text(SAID).startswith("block 3 of ")
+    shown.page.mouse.move(*places[1], steps=4)
+    shown.page.mouse.up()
+    assert shown.text(SAID).startswith("block 6 of ")
+
+
+def test_pointing_at_a_block_shows_what_was_drafted_in_it_and_leaves_the_choice(shown):
     shown.page.select_option("#prompt", "1")
-    block = shown.page.locator("#text .dl-block").nth(2)
-    assert not block.locator(".dl-drafts").is_visible()
-    block.locator("> bdi").first.hover()
-    assert block.locator(".dl-drafts").is_visible()
+    shown.page.locator("#text .dl-block").nth(2).locator("> bdi").first.hover()
+    assert shown.text("#text caption").startswith("block 3 of ")
+    assert shown.text(SAID).startswith("block 1 of ")
+    shown.page.mouse.move(1, 1)
+    assert shown.text("#text caption").startswith("block 1 of ")
+
+
+def test_each_row_has_both_choices_and_what_became_of_the_draft(shown, run):
+    cell = shown.attribute("#readout", "data-cell")
+    shown.page.select_option("#prompt", "1")
+    prompt = run.prompts(("prompt_id",))["prompt_id"].to_pylist()[1]
+    rows = [r for r in run.blocks().to_pylist() if (r["cell"], r["prompt_id"]) == (cell, prompt)]
+    shown.page.focus(STEP)
+    for row in sorted(rows, key=lambda row: row["index"]):
+        fates = shown.page.locator(f"{ROWS} td:nth-last-child(2)").all_text_contents()
+        kept, own = min(row["accepted"], row["emitted"]), not row["cut"]
+        assert [fate for fate in fates if fate == "✓ accepted"] == ["✓ accepted"] * kept
+        assert fates.count("✗ rejected") == (row["accepted"] < len(row["drafted"]))
+        assert shown.page.locator("#text .dl-rows .dl-own").count() == own
+        shown.page.keyboard.press("ArrowRight")
 
 
 def test_a_box_puts_every_block_on_a_line_of_its_own(shown):
-    shown.page.check(".dl-toggle input")
+    shown.page.check("#text .dl-toggle input")
     drafts = shown.page.locator("#text .dl-drafts")
     assert all(drafts.nth(i).is_visible() for i in range(drafts.count()))
 

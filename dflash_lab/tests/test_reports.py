@@ -232,12 +232,12 @@ def test_text_of_every_cell_and_prompt_is_shown_literally(made, run):
     texts = {(row["cell"], row["prompt_id"]): row["text"].translate(SHOWN_AS) for row in rows}
     labels = [option.text for option in made.by_id("prompt").all("option")]
     assert labels == list(dict.fromkeys(row["prompt_id"] for row in rows))
-    for cell in data_of(made)["pictures"]:
-        for number, label in enumerate(labels):
-            template = made.by_id(f"text-{cell}-{number}")
-            assert shown_text(template) == texts[cell, label]
+    for cell, traces in data_of(made)["traces"].items():
+        for trace, label in zip(traces, labels, strict=True):
+            taken = [text for b in trace["blocks"] for text in (*b["kept"], b["own"] or "")]
+            assert trace["first"] + "".join(taken) == texts[cell, label]
     start = made.by_id("readout").attributes["data-cell"]
-    assert shown_text(made.by_id("text")) == texts[start, labels[0]]
+    assert shown_text(made.by_id("text").by_class("dl-text")) == texts[start, labels[0]]
 
 
 def test_hostile_text_makes_no_element_and_no_handler(source, made):
@@ -307,7 +307,7 @@ def test_settings_versions_and_order_are_told(made):
     assert told["hardware"] == HARDWARE
     assert told["max new tokens"] == "48"
     assert told["block size"] == "1; 4; 8"
-    assert told["versions torch"] == "2.13.0"
+    assert told["versions torch"] == "2.13.0+cpu"
     assert "The cells were interleaved" in made.text
 
 

@@ -10,7 +10,6 @@ from dflash_lab.tokens import (
     SHOWN_AS,
     ShownTrace,
     live_trace,
-    show_trace,
     shown_block,
     stored_trace,
     text_html,
@@ -129,12 +128,8 @@ def test_the_legend_names_every_kind_and_needs_no_script():
     assert not list(page.all("script"))
 
 
-def test_blocks_can_be_put_on_lines_of_their_own():
-    trace = ShownTrace(first="a", blocks=())
-    assert 'type="checkbox"' in trace_html(trace)
-    assert 'type="checkbox"' not in trace_html(trace, lines=True)
-    assert "dl-lines" in trace_html(trace, lines=True).split("<style>")[0]
-    assert "dl-lines" not in trace_html(trace, lines=False).split("<style>")[0]
+def test_a_box_puts_every_block_on_a_line_of_its_own():
+    assert 'type="checkbox"' in trace_html(ShownTrace(first="a", blocks=()))
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +142,3 @@ def test_a_trace_in_memory_is_shown_whole(toy_pair, decoded):
     assert shown_text(read_page(text_html(shown))) == decoded.text.translate(SHOWN_AS)
     assert [block.accepted for block in shown.blocks] == [b.accepted for b in decoded.blocks]
     assert [block.drafted for block in shown.blocks] == [len(b.drafted) for b in decoded.blocks]
-
-
-def test_a_notebook_shows_a_trace_in_colours_and_a_terminal_in_words(toy_pair, decoded):
-    view = show_trace(toy_pair, decoded)
-    text = read_page(view._repr_html_()).by_class("dl-text")
-    assert shown_text(text) == decoded.text.translate(SHOWN_AS)
-    assert repr(decoded.text) in repr(view)
-    assert f"{len(decoded.blocks)} blocks" in repr(view)

@@ -351,14 +351,8 @@ SMALL = {
     "head_dim": 16,
     "pad_token_id": 0,
 }
-LINEAR = {
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-EXPERTS = {"mlp_only_layers": [0, 1], "num_experts": 2, "num_experts_per_tok": 1}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8}
 LONG = {
     "max_position_embeddings": 128,
     "original_max_position_embeddings": 64,
@@ -372,10 +366,10 @@ LONG = {
 }
 CHUNKED = {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 8}
 REFUSED = {
-    "Qwen3Next": (LINEAR | EXPERTS, "LinearAttentionLayer state"),
-    "Qwen3_5": (LINEAR, "LinearAttentionLayer state"),
-    "Mamba": ({"state_size": 4}, "LinearAttentionLayer state"),
-    "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "LinearAttentionLayer state"),
+    "Mamba": ({"state_size": 4}, "the state of MambaMixer"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "the state of Lfm2ShortConv"),
+    "MiniMax": (LINEAR, "the state of MiniMaxLightningAttention"),
+    "FalconH1": (MAMBA, "the state of FalconH1Mixer"),
     "Llama": (CHUNKED, "layers that see 8 positions by another rule"),
     "Phi3": (LONG, "longrope"),
 }
@@ -387,6 +381,12 @@ def test_a_target_that_cannot_be_taken_back_is_refused_by_the_name_of_what_it_ke
     made = getattr(transformers, f"{name}ForCausalLM")
     with pytest.raises(TargetNotReversible, match=rf"{name}ForCausalLM has .*{told}"):
         TorchTarget(made(made.config_class(**SMALL | settings)))
+
+
+def test_a_target_whose_layers_are_elsewhere_is_refused_by_name():
+    settings = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    with pytest.raises(UnsupportedTarget, match="RwkvForCausalLM has no decoder layers"):
+        TorchTarget(transformers.RwkvForCausalLM(transformers.RwkvConfig(**settings)))
 
 
 def test_a_multimodal_wrapper_is_refused_by_name():

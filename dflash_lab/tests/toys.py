@@ -27,6 +27,7 @@ from dflash_lab.backends import Generated
 from dflash_lab.checkpoint import DraftConfig, Rope
 from dflash_lab.config import PairSpec
 from dflash_lab.load import Pair, load_pair
+from dflash_lab.sampling import Sampling
 
 VOCABULARY, MASK, CONTEXT = 512, 511, 1024
 WINDOW = 16  # of the sliding layers of toy targets that have some
@@ -91,6 +92,12 @@ YARN = {
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 1}  # sharp: its queries are small
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 FAMILIES = {  # the prefix of the transformers classes, and settings that no other family has
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
@@ -107,7 +114,13 @@ FAMILIES = {  # the prefix of the transformers classes, and settings that no oth
         "GptOss",
         {"sliding_window": WINDOW, "num_local_experts": 4, "rope_parameters": YARN} | MOE,
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 64} | MOE,
+    ),
+    "qwen3_5": ("Qwen3_5", DELTA),
 }
+HYBRIDS = ("qwen3_next", "qwen3_5")  # three gated delta nets and one layer of full attention
 
 
 def toy_target(kind: str, tied: bool) -> Any:
@@ -136,6 +149,8 @@ def toy_target(kind: str, tied: bool) -> Any:
     with torch.no_grad():
         for weight in (w for n, w in model.named_parameters() if n.endswith("bias")):
             weight.normal_(std=0.2)  # fresh models have none that is not zero
+        for weight in (w for n, w in model.named_parameters() if n.endswith("A_log")):
+            weight.uniform_(-5, -1)  # so that a state remembers more than the last few rows
         if name.startswith("Gemma"):
             # its embedding is multiplied by sqrt(64): each token would be followed by itself
             model.get_input_embeddings().weight /= 8
@@ -330,8 +345,10 @@ class ScriptedModels:
     sessions: list[ScriptedSession] = field(default_factory=list)  # every one ever opened
     generated: list[tuple[int, ...]] = field(default_factory=list)  # library_generate's prompts
 
-    def session(self, draft_window: int | None, speculate: bool) -> ScriptedSession:
-        self.sessions.append(ScriptedSession(self, draft_window, speculate))
+    def session(
+        self, draft_window: int | None, speculate: bool, sampling: Sampling | None = None
+    ) -> ScriptedSession:
+        self.sessions.append(ScriptedSession(self, draft_window, speculate, sampling))
         return self.sessions[-1]
 
     def library_generate(
@@ -361,8 +378,15 @@ class ScriptedSession:
 
     BYTES_PER_TOKEN = 8
 
-    def __init__(self, models: ScriptedModels, draft_window: int | None, speculate: bool):
+    def __init__(
+        self,
+        models: ScriptedModels,
+        draft_window: int | None,
+        speculate: bool,
+        sampling: Sampling | None = None,
+    ):
         self.models, self.draft_window, self.speculate = models, draft_window, speculate
+        self.sampling = sampling  # all of a scripted target's mass is on one token
         self.prompt: tuple[int, ...] = ()
         self.tokens: list[int] = []  # committed: prompt and output before the anchor
         self.draft_cache_tokens = 0
@@ -399,7 +423,11 @@ class ScriptedSession:
             self.models.target(self.tokens + self._block[: row + 1])
             for row in range(len(self._block))
         ]
-        return Verdict(drafted=tuple(self._block[1:]), posterior=tuple(choices))
+        drafted = self._block[1:]
+        sure = [float(a == b) for a, b in zip(drafted, choices, strict=False)]
+        first = len(self.tokens) + 1
+        parts = self.sampling.told(first, sure, [1.0] * len(sure)) if self.sampling else {}
+        return Verdict(drafted=tuple(drafted), posterior=tuple(choices), **parts)
 
     def commit(self, accepted: int) -> None:
         self._called("commit", after=("verify",))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from dflash_lab.backends import UnsupportedTarget
 from dflash_lab.backends.torch_target import TorchTarget
 from dflash_lab.train.rows import LOOP_SPAN, loop_start
 
@@ -62,6 +63,7 @@ class Writer:
         slots: int = 128,
         keep_loops: bool = False,
     ):
+        refuse_recurrent(target)
         self.target, self.slots, self.keep_loops = target, slots, keep_loops
         self.max_new_tokens, self.stop_tokens = max_new_tokens, stop_tokens
         self.sampling = Sampling() if sampling is None else sampling
@@ -159,6 +161,15 @@ class Writer:
     def _draw(self, text: Text) -> float:
         # Named by text and position: the same draw whichever texts share the pass.
         return random.Random(f"{self.sampling.seed}/{text.index}/{len(text.tokens)}").random()
+
+
+def refuse_recurrent(target: TorchTarget) -> None:
+    """Raise `UnsupportedTarget` where padding would become a part of a text's state."""
+    if target.recurrent:
+        raise UnsupportedTarget(
+            f"{type(target.model).__name__} has recurrent layers, and texts of different lengths "
+            "cannot be written side by side with it. Train with a target that has attention alone."
+        )
 
 
 def _length(text: Text) -> int:
@@ -292,6 +303,7 @@ class _SlotLayer(CacheLayerMixin):
 @torch.inference_mode()
 def tokens_per_second(target: TorchTarget, slots: int, length: int = 128) -> float:
     """How fast a full `Writer` would be with texts of some length, from three of its passes."""
+    refuse_recurrent(target)
     memory = _Memory(target, slots)
     memory.prefill([(0,) * length] * slots)
     memory.step([0] * slots)

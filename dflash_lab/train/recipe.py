@@ -25,7 +25,8 @@ from dflash_lab.backends.torch_session import (
 from dflash_lab.backends.torch_target import TorchTarget, load_target
 from dflash_lab.checkpoint import parse_draft_config
 from dflash_lab.config import one_of, whole
-from dflash_lab.load import find_target, load_tokenizer, target_fingerprint
+from dflash_lab.doctor import write_reference
+from dflash_lab.load import find_target, load_pair, load_tokenizer, target_fingerprint
 from dflash_lab.prompts import DATA
 from dflash_lab.train.evaluate import evaluate, question, questions, tau_table
 from dflash_lab.train.export import (
@@ -250,8 +251,17 @@ class _Recipe:
         facts = self._facts(prepared)
         write_manifest(out, prepared.counts, curve, facts)
         (out / "README.md").write_text(card(facts, prepared.counts, taus, self._command()))
+        self._reference(out)
         self.say(f"draft: {out}")
         return out
+
+    def _reference(self, out: Path) -> None:
+        """What the doctor later goes by, where the bundled prompts can be asked."""
+        try:
+            where = {"target": self.folder, "draft": out, "device": str(self.target.device)}
+            write_reference(load_pair(dtype="float32", **where), out)
+        except ValueError as error:  # no tokenizer, no template, too short a context
+            self.say(f"no reference for dflash-lab doctor: {error}")
 
     # --- stages -----------------------------------------------------------------------------
 

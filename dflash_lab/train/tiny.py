@@ -42,7 +42,7 @@ CONTEXT = 32768  # holds the longest bundled prompt, which is 16,000 tokens here
 LONGEST = 256  # new tokens
 MEASURED = ((2, None), (4, None), (8, 4), (8, 16), (8, 64), (8, None), (16, None))  # size, window
 TOKENS_A_STEP = 4096  # long texts come in smaller batches
-DRAFT = ("config.json", "model.safetensors")
+DRAFT = ("config.json", "model.safetensors", "reference.json")
 EXAMPLE = 2  # the bundled prompt whose answer the card shows
 
 # --- the language -------------------------------------------------------------------------------
