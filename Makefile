@@ -74,7 +74,7 @@ test: lint pair
 	$(BIN)/python -m pytest -m "not slow and not thorough" -n auto --dist loadfile
 
 test-slow: pair
-	$(BIN)/python -m pytest -m "slow and not thorough"
+	$(BIN)/python -m pytest -m "slow and not thorough" -n auto --dist loadfile
 
 test-thorough: pair
 	$(BIN)/python -m pytest -m thorough

@@ -35,10 +35,16 @@ def unrejected_prefix(verdict: Verdict) -> int:
     return next(refused, len(verdict.drafted))
 
 
-def kept(tokens: Sequence[int], stop_tokens: Collection[int], budget: int) -> int:
-    """How many of a block's tokens the output takes: up to a stop token, within the budget."""
-    stop = next((i + 1 for i, token in enumerate(tokens) if token in stop_tokens), len(tokens))
-    return min(stop, budget)
+def kept(
+    tokens: Sequence[int], stop_tokens: Collection[int], budget: int, unheeded: int = 0
+) -> int:
+    """How many of a block's tokens the output takes: up to a stop token, within the budget.
+
+    Stop tokens among the first `unheeded` end nothing.
+    """
+    places = enumerate(tokens, start=1)
+    ends = (place for place, token in places if token in stop_tokens and place > unheeded)
+    return min(next(ends, len(tokens)), budget)
 
 
 RULES = {"match": matched_prefix, "rejection": unrejected_prefix}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help in plain columns: loading rich would take half the time
 )
 
 WIDE = 140  # columns of a table that goes to a file or a pipe
@@ -250,11 +250,15 @@ def sweep(
     costs: Annotated[
         Path | None, typer.Option("--costs", help="Cost table that the policy survival weighs by.")
     ] = None,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Compare the text with the library's own as well.")
+    ] = False,
     beyond_trained: Beyond = False,
 ) -> None:
     """Decode a set of prompts at every block size and window; finished cells are skipped."""
     from dflash_lab import config as configs
     from dflash_lab import sweeps
+    from dflash_lab.exactness import read_audits
 
     base = configs.SweepConfig() if config is None else configs.read_sweep(config)
     shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
@@ -288,10 +292,67 @@ def sweep(
     spec = which_pair(pair, target, draft, shared, base)
     settings = replace(base, pair=spec, **in_pair, **asked_block_sizes(block_sizes), **flags)
     with progress_bar() as show:
-        run = sweeps.sweep(settings, out, progress=show)
+        run = sweeps.sweep(settings, out, progress=show, audit=audit)
     if run.cells:
         print_cells(run)
+    for made in read_audits(run) if audit else ():
+        say(made.sentence)
     end_sweep(run)
+
+
+@app.command()
+def audit(
+    pair: PairName = None,
+    target: Target = None,
+    draft: Draft = None,
+    backend: Backend = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="One or several of float32, bfloat16 and float16, by commas.")
+    ] = None,
+    device: Device = None,
+    draft_bits: DraftBits = None,
+    block_size: BlockSize = None,
+    draft_window: Window = None,
+    prompts: Dataset = "mini",
+    max_prompts: MaxPrompts = None,
+    max_new_tokens: NewTokens = 128,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Logits of a near tie; else what rounding does.")
+    ] = None,
+    chat: Annotated[bool, typer.Option(help="Put the prompts into the chat template.")] = True,
+    beyond_trained: Beyond = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A run's folder, to keep the audit beside it.")
+    ] = None,
+) -> None:
+    """Compare drafted text with the library's own and say why it parts; 1 is a mismatch."""
+    from dflash_lab import config as configs
+    from dflash_lab import exactness, load
+    from dflash_lab.prompts import load_prompts
+    from dflash_lab.store import open_run
+
+    settings = configs.DecodeConfig(
+        **asked_block_size(block_size),
+        draft_window=window_of(draft_window),
+        max_new_tokens=max_new_tokens,
+        beyond_trained=beyond_trained,
+    )
+    shared = given(backend=backend, device=device, draft_bits=draft_bits)
+    run = None if out is None else open_run(out)
+    chosen, mismatches = load_prompts(prompts, limit=max_prompts), 0
+    for name in [None] if dtype is None else dtype.split(","):
+        spec = which_pair(pair, target, draft, shared | given(dtype=name and name.strip()))
+        loaded = load.load_spec(spec, say)
+        made = exactness.audit(loaded, chosen, None, settings, tolerance, chat)
+        typer.echo(made.sentence)
+        for row in made.prompts:
+            if row.label != "equal":
+                typer.echo(f"  {row.prompt_id}: {row.told}")
+        mismatches += made.count("mismatch")
+        if run is not None:
+            exactness.write_audit(run, made)
+    if mismatches:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -315,12 +376,36 @@ def benchmark(
     random_state: RandomState = None,
     template: Template = None,
     max_new_tokens: NewTokens = 128,
+    min_new_tokens: Annotated[
+        int | None, typer.Option("--min-new-tokens", help="End tokens before that end nothing.")
+    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    rule: Rule = None,
+    proposal: Proposal = None,
     thinking: Annotated[
         bool | None,
-        typer.Option("--enable-thinking/--disable-thinking", help="Else as the template has it."),
+        typer.Option(
+            "--enable-thinking/--disable-thinking",
+            "--reasoning/--no-reasoning",
+            help="Else as the template has it.",
+        ),
     ] = None,
-    baseline: Annotated[bool, typer.Option(help="Measure plain decoding too.")] = True,
+    baseline: Annotated[
+        bool,
+        typer.Option(help="Plain decoding, the library's generator and prompt lookup too."),
+    ] = True,
+    score: Annotated[
+        bool | None,
+        typer.Option("--score/--no-score", help="Judge final numbers; of gsm8k unless refused."),
+    ] = None,
     beyond_trained: Beyond = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder of the run; calls with the same one join their cells."),
@@ -331,11 +416,11 @@ def benchmark(
     Without --model the target is the one that the draft names, without --block-size the draft's own
     size is measured, without --dataset the bundled prompts are decoded.
     """
-    from dflash_lab import config as configs
-    from dflash_lab import load, sweeps
-    from dflash_lab.prompts import BUNDLED, load_prompts
+    from dflash_lab import benchmark_text as text
+    from dflash_lab import benchmarking, load, store
 
-    asked = asked_block_sizes(block_sizes)
+    if as_json and markdown:
+        raise ValueError("--json and --markdown are two forms of one answer; give one of them.")
     shared = given(
         backend=one_backend(engine, backend), dtype=dtype, device=device, draft_bits=draft_bits
     )
@@ -343,40 +428,36 @@ def benchmark(
         spec = load.spec_of_draft(draft, **shared)
     else:
         spec = which_pair(pair, target, draft, shared)
-    source = dataset or BUNDLED[0]
-    held = len(load_prompts(source, template=template))
-    if random_state is None and source not in BUNDLED:
-        random_state = 0  # public sets are sorted; the bundled one begins with some of each kind
-    if max_samples is not None and max_samples > held:
-        say(f"{source} has {held} prompts; all of them are used.")
-    count = held if max_samples is None else min(max_samples, held)
-    loaded = load.load_spec(spec, say)
-    sizes = asked.pop("block_sizes", (loaded.draft_config.block_size,))
-    settings = configs.SweepConfig(
-        pair=spec,
-        block_sizes=tuple(dict.fromkeys((1, *sizes) if baseline else sizes)),
-        **asked,
-        draft_windows=(window_of(draft_window),),
-        prompts=source,
-        max_prompts=count,
+    settings = asked_block_sizes(block_sizes) | given(
+        prompts=dataset,
+        max_prompts=max_samples,
         random_state=random_state,
         template=template,
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        rule=rule,
+        proposal=proposal,
         thinking=thinking,
         beyond_trained=beyond_trained,
+        draft_windows=(window_of(draft_window),),
     )
-    folder = out or Path("results") / f"benchmark-{spec.name or Path(spec.draft).name}"
     with progress_bar() as show:
-        run = sweeps.sweep(settings, folder, progress=show, pair=loaded)
-    typer.echo(f"target: {spec.target}")
-    typer.echo(f"draft: {spec.draft}, trained at {loaded.draft_config.trained_block_size}")
-    typer.echo(f"prompts: {count} of the {held} of {source}")
-    typer.echo(f"run: {folder}")
-    if run.cells:
-        print_cells(run)
-        print_lengths(run)
-        print_judgement(run)
-    end_sweep(run)
+        made = benchmarking.benchmark_pair(
+            *(spec, settings), out=out, baselines=baseline, score=score, say=say, progress=show
+        )
+    if as_json:
+        typer.echo(store.to_json(text.as_values(made), indent=1))
+    elif markdown:
+        typer.echo(text.as_markdown(made))
+    else:
+        print_benchmark(made)
+    end_sweep(made.run)
 
 
 @app.command()
@@ -591,22 +672,66 @@ def report(
 
 
 @app.command()
+def diff(
+    one: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    other: Annotated[Path, typer.Argument(help="Folder of the run to set beside it.")],
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page too.")] = None,
+) -> None:
+    """Two runs side by side: cells that asked for the same, on the prompts that both hold."""
+    from dflash_lab import reports
+
+    made = reports.compare(one, other)
+    for line in (*made.sentences, *made.lines):
+        typer.echo(line)
+    for name, values in made.settings.items():
+        typer.echo(f"{name}: {values[0]}; then {values[1]}")
+    if html is not None:
+        typer.echo(reports.write_difference(made, html))
+
+
+@app.command(name="export-notebook")
+def export_notebook(
+    notebook: Annotated[Path, typer.Argument(help="A notebook.")],
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("-p", "--parameter", help="name=value of its parameters; may repeat."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File; the notebook's name, .html, here.")
+    ] = None,
+) -> None:
+    """Run a notebook and write it as one HTML file that needs no network and no kernel."""
+    from dflash_lab import reports
+
+    given = reports.read_parameters(parameters or ())
+    typer.echo(reports.export_notebook(notebook, out, given))
+
+
+@app.command()
 def figures(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     out: Annotated[Path | None, typer.Option("--out", help="Folder; figures in the run.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Draw again and compare.")] = False,
+    size: Annotated[
+        str, typer.Option(help="page (6.4 in), column (3.25 in) or slide (1920 x 1080).")
+    ] = "page",
+    only: Annotated[
+        str | None, typer.Option(help="Names of figures, separated by commas; without it, all.")
+    ] = None,
 ) -> None:
     """Write every figure of a run as SVG, PDF, PNG and CSV; --check says what has changed."""
     from dflash_lab import store
     from dflash_lab.figures import check_figures, write_figures
 
-    opened, folder = store.open_run(run), out or run / "figures"
+    folder = out or run / ("figures" if size == "page" else f"figures-{size}")
+    opened = store.open_run(run)
     if check:
         found = check_figures(opened, folder)
         for sentence in found.sentences:
             typer.echo(sentence)
         raise typer.Exit(1 if found.different else 0)
-    written = write_figures(opened, folder)
+    names = None if only is None else [name.strip() for name in only.split(",")]
+    written = write_figures(opened, folder, names=names, size=size)
     for name, why in written.left_out.items():
         say(f"{name} left out: {why}")
     typer.echo(written.folder)
@@ -806,11 +931,12 @@ def serve(
 def demo(out: Out = Path("results/demo")) -> None:
     """Fetch the embedded pair, measure it, and write figures and a report."""
     from dflash_lab.demo import run_demo
+    from dflash_lab.exactness import read_audits
 
     with progress_bar() as show:
         made = run_demo(out, say=say, progress=show)
-    check = made.run.check("exactness")
-    say(f"exactness in float32: {check['equal']} of {check['of']} prompts equal")
+    for audit in read_audits(made.run):
+        say(audit.sentence)
     typer.echo(made.choice.sentence)
     typer.echo(f"report: {made.report}")
 
@@ -953,6 +1079,7 @@ def print_cells(run: Any) -> None:
     from rich.table import Table
 
     from dflash_lab.analyse import cell_frame, records
+    from dflash_lab.benchmark_text import lowered_lines
 
     heads = ("engine", "dtype", "block size", "window", "prompts", "new tokens", "tokens/s", "95 %")
     steered = any(cell.policy for cell in run.cells)
@@ -978,11 +1105,8 @@ def print_cells(run: Any) -> None:
         )
     console = Console()
     Console(width=None if console.is_terminal else WIDE).print(table)
-    for size, others in lowered(run.cells).items():
-        typer.echo(
-            f"block size {size} stands for {' and '.join(map(str, others))} too: above the size "
-            "that the draft was trained with, and lowered to it. --beyond-trained insists."
-        )
+    for line in lowered_lines(run.cells):
+        typer.echo(line)
 
 
 def print_costs(table: Any) -> None:
@@ -1010,15 +1134,6 @@ def print_costs(table: Any) -> None:
     Console(width=None if console.is_terminal else WIDE).print(shown)
 
 
-def lowered(cells: Sequence[Any]) -> dict[int, list[int]]:
-    """Block sizes used in the place of others, and those others."""
-    found: dict[int, set[int]] = {}
-    for cell in cells:
-        found.setdefault(cell.block_size, set()).update(cell.requested_block_sizes)
-    others = {size: sorted(asked - {size}) for size, asked in found.items()}
-    return {size: asked for size, asked in others.items() if asked}
-
-
 def print_sections(sections: Mapping[str, Sequence[Sequence[str]]]) -> None:
     """Rows of text under headings; empty sections are left out."""
     from rich.console import Console
@@ -1035,40 +1150,39 @@ def print_sections(sections: Mapping[str, Sequence[Sequence[str]]]) -> None:
             console.print(table)
 
 
-def print_lengths(run: Any) -> None:
-    """How many drafts were accepted, by cell: the histogram."""
-    from dflash_lab.analyse import length_frame, records
+def print_benchmark(made: Any) -> None:
+    """The tables of a benchmark, the histogram of accepted drafts, and what to make of them."""
+    from dflash_lab import benchmark_text as text
 
-    prompts = {cell.id: cell.summary["prompts"] for cell in run.cells}
+    parts = text.parts_of(made.run)
+    for line in text.head_lines(made):
+        typer.echo(line)
+    for section in text.sections(parts):
+        print_table(section.heads, section.rows, section.title)
     typer.echo("tau is the mean acceptance length: accepted drafts and the target's own token.")
     typer.echo("Accepted drafts of a block, as a share of the blocks that were not cut:")
-    for cell, group in itertools.groupby(records(length_frame(run)), lambda row: row["cell"]):
-        rows = list(group)
-        first, blocks = rows[0], sum(row["blocks"] for row in rows)
-        shares = "  ".join(f"{row['accepted']}: {percent(row['share'])}" for row in rows)
-        typer.echo(
-            f"  block size {first['block_size']}, {first['dtype']}, window "
-            f"{window_name(first['draft_window'])}, {prompts[cell]} prompts, {blocks} blocks: "
-            f"{shares}"
-        )
+    for line in text.length_lines(made.run):
+        typer.echo(f"  {line}")
+    for line in text.remarks(made, parts):
+        typer.echo(line)
 
 
-def print_judgement(run: Any) -> None:
-    """What the rule of thumb says of the draft rates, and what the measurement says."""
-    from dflash_lab.analyse import cell_frame, choose, comparable, records
-    from dflash_lab.recommendation import COMFORTABLE, LOW
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None
+) -> None:
+    """Rows of text under headings."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    part = comparable(run)
-    rows = [row for row in records(cell_frame(part)) if row["draft_rate"] is not None]
-    high = [setting_name(row) for row in rows if row["draft_rate"] > COMFORTABLE]
-    low = [setting_name(row) for row in rows if row["draft_rate"] < LOW]
-    typer.echo(
-        f"rule of thumb: a draft rate (accepted over drafted) above {COMFORTABLE:.0%} is "
-        f"comfortable (block size {', '.join(high) or 'none'}), below {LOW:.0%} go back to a "
-        f"smaller block ({', '.join(low) or 'none'})."
-    )
-    if rows:
-        typer.echo(f"measured: {choose(part).sentence}")
+    shown = None if title is None else Text(title)
+    table = Table(title=shown, title_justify="left")
+    for head in heads:
+        table.add_column(Text(head))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console()
+    Console(width=None if console.is_terminal else WIDE).print(table)
 
 
 def end_sweep(run: Any) -> None:
@@ -1078,11 +1192,6 @@ def end_sweep(run: Any) -> None:
         say(f"{count} cells are not finished; dflash-lab status {run.path} lists them.")
     if run.failed:
         fail(f"{len(run.failed)} cells failed; the reasons are in failed.json of each.")
-
-
-def setting_name(row: dict[str, Any]) -> str:
-    size, window = row["block_size"], row["draft_window"]
-    return str(size) if window is None else f"{size} at window {window}"
 
 
 def window_name(window: int | None) -> str:

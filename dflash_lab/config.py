@@ -79,6 +79,15 @@ def check_window(value: Any) -> int | None:
     return whole("draft_window", value, 1, "None lets the draft see everything committed.")
 
 
+def check_shortest(config: Any) -> None:
+    """Raise ValueError for a shortest output that is none or above the longest."""
+    shortest = whole("min_new_tokens", config.min_new_tokens, 0, "0 lets an output end anywhere.")
+    if shortest > config.max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens is {shortest}, above the {config.max_new_tokens} of max_new_tokens."
+        )
+
+
 def check_policy(policy: Any) -> None:
     """Raise ValueError unless a policy has a name, a version and a hook (see policies.py)."""
     if policy is None:
@@ -180,6 +189,7 @@ class DecodeConfig:
     stop_tokens: tuple[int, ...] = ()  # in addition to the target's own
     stop_strings: tuple[str, ...] = ()  # the text ends before the first that is complete
     ignore_end: bool = False  # go on past the target's own end tokens
+    min_new_tokens: int = 0  # go on past every stop token until there are so many
     temperature: float = 0.0  # 0 is greedy: top_k, top_p and min_p always leave the best token
     top_k: int | None = None  # so many of the likeliest tokens
     top_p: float = 1.0  # the likeliest tokens up to this sum, the one that crosses it included
@@ -201,6 +211,7 @@ class DecodeConfig:
         object.__setattr__(self, "draft_window", check_window(self.draft_window))
         limit = whole("max_new_tokens", self.max_new_tokens, 1, "Ask for one token at least.")
         object.__setattr__(self, "max_new_tokens", limit)
+        check_shortest(self)
         listed("stop_tokens", self.stop_tokens)
         stops = tuple(whole("stop_tokens", stop, 0, "They are ids.") for stop in self.stop_tokens)
         object.__setattr__(self, "stop_tokens", stops)
@@ -225,12 +236,14 @@ class SweepConfig:
     policies: tuple[Any, ...] = (None,)  # objects, or text as `policies.read_policy` takes it
     plain_dtypes: tuple[str, ...] = ()  # plain decoding in these dtypes too, interleaved
     library_baseline: bool = False  # the library's own generator, interleaved
+    lookup_baseline: bool = False  # that generator with prompt lookup, interleaved; torch only
     prompts: str = "mini"  # bundled set, public set or file, as `load_prompts` takes them
     template: str | None = None  # makes the prompt of a row's columns
     random_state: int | None = None  # draws the order of the prompts; None keeps the file's
     categories: tuple[str, ...] | None = None
     max_prompts: int | None = None
     max_new_tokens: int = 96
+    min_new_tokens: int = 0  # as in DecodeConfig
     chat: bool = True
     thinking: bool | None = None
     temperature: float = 0.0  # this and the next ones as in DecodeConfig
@@ -266,6 +279,7 @@ class SweepConfig:
             if not isinstance(policy, str):
                 check_policy(policy)
         whole("max_new_tokens", self.max_new_tokens, 1, "Ask for one token at least.")
+        check_shortest(self)
         whole("repeats", self.repeats, 1, "Every prompt is decoded that many times a cell.")
         if self.max_prompts is not None:
             whole("max_prompts", self.max_prompts, 1, "None takes every prompt of the set.")
@@ -277,19 +291,21 @@ class SweepConfig:
             raise ValueError("seed is None; a sweep can be repeated, so name one, 0 for example.")
         for name, value in check_sampling(self).items():
             object.__setattr__(self, name, value)
-        if self.library_baseline and (self.temperature, self.repetition_penalty) != (0, 1):
+        libraries = self.library_baseline or self.lookup_baseline
+        if libraries and (self.temperature, self.repetition_penalty) != (0, 1):
             raise ValueError(
                 "the library's generator is timed greedy and without a penalty; sweep at "
-                "temperature 0 with repetition_penalty 1, or without library_baseline."
+                "temperature 0 with repetition_penalty 1, or without library_baseline and "
+                "lookup_baseline."
             )
         for dtype in (self.dtype, *self.plain_dtypes):
             one_of("dtype", dtype, DTYPES)
         if self.categories is not None and not self.categories:
             raise ValueError("categories is empty; None takes every category.")
-        if self.library_baseline and self.timing == "stages":
+        if libraries and self.timing == "stages":
             raise ValueError(
                 "the library's generator has no stages to time; sweep with timing='whole', or "
-                "without library_baseline."
+                "without library_baseline and lookup_baseline."
             )
         if isinstance(self.pair, PairSpec):
             defaults = ("torch", "auto", "auto")

@@ -83,7 +83,8 @@ def run_blocks(
     stops.kept((anchor,))
     index, start = 0, len(prompt)
     budget = min(request.max_new_tokens, request.context_limit - start) - 1
-    while budget > 0 and anchor not in request.stop_tokens and not stops.found:
+    unheeded = request.min_new_tokens - 2  # so many tokens to come end nothing
+    while budget > 0 and not (anchor in request.stop_tokens and unheeded < 0) and not stops.found:
         watch.restart()
         size = min(steering.width(), request.context_limit - start)
         block = session.draft(anchor, size)
@@ -95,7 +96,7 @@ def run_blocks(
         session.commit(accepted)
         watch.lap("commit")
         tokens = (*verdict.drafted[:accepted], verdict.posterior[accepted])
-        emitted = stops.kept(tokens[: kept(tokens, request.stop_tokens, budget)])
+        emitted = stops.kept(tokens[: kept(tokens, request.stop_tokens, budget, unheeded)])
         yield BlockRecord(
             index=index,
             start=start,
@@ -110,7 +111,7 @@ def run_blocks(
         )
         steering.note(size, len(verdict.posterior), accepted)
         index, start, budget = index + 1, start + emitted, budget - emitted
-        anchor = tokens[emitted - 1]
+        anchor, unheeded = tokens[emitted - 1], unheeded - emitted
 
 
 def _confidences(session: Session, block: Any) -> Sequence[float]:
@@ -196,6 +197,7 @@ def resolve_request(pair: Pair, config: DecodeConfig) -> DecodeRequest:
         probabilities=config.probabilities,
         seed=new_seed() if draws and config.seed is None else config.seed,
         stop_strings=config.stop_strings,
+        min_new_tokens=config.min_new_tokens,
         timing=config.timing,
         policy=config.policy,
     )
@@ -308,7 +310,7 @@ def finish_reason(
 
     `stopped` says that a stop string is complete. None where the output does not end by itself.
     """
-    if stopped or tokens[-1] in request.stop_tokens:
+    if stopped or (tokens[-1] in request.stop_tokens and len(tokens) >= request.min_new_tokens):
         return "stop"
     if len(tokens) == request.max_new_tokens:
         return "length"

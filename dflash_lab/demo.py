@@ -1,21 +1,16 @@
-"""The demo: the embedded pair, one sweep, an exactness check, figures and the report."""
+"""The demo: the embedded pair, one sweep, an audit, figures and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_lab.analyse import Choice, choose
-from dflash_lab.config import DecodeConfig, SweepConfig
-from dflash_lab.exactness import check_exactness
+from dflash_lab.config import SweepConfig
 from dflash_lab.figures import write_figures
-from dflash_lab.load import load_pair
-from dflash_lab.prompts import load_prompts
-from dflash_lab.provenance import ROOT, code_state
 from dflash_lab.reports import report
-from dflash_lab.store import Run, plain
+from dflash_lab.store import Run
 from dflash_lab.sweeps import SweepProgress, sweep
 
 SWEEP = SweepConfig(
@@ -29,7 +24,6 @@ SWEEP = SweepConfig(
     max_prompts=12,
     max_new_tokens=48,
 )
-EXACTNESS = DecodeConfig(block_size=8, max_new_tokens=48)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,26 +42,12 @@ def run_demo(
 ) -> DemoResult:
     """Measure the embedded pair into `out`; what an earlier run finished is not done again."""
     say("sweep: 7 block sizes at the full window, 3 of them at windows 64 and 16, 12 prompts")
-    run = sweep(SWEEP, out, progress=progress)
+    run = sweep(SWEEP, out, progress=progress, audit=True)
     if run.failed:
         raise RuntimeError(
             f"{len(run.failed)} cells failed; see failed.json in {out / 'cells'}, then run again."
         )
-    checked = what_is_checked(run)
-    if (run.check("exactness") or {}).get("of_run") != checked:
-        say("exactness: float32, beside transformers' own generator")
-        pair = load_pair("smollm2", dtype="float32", device=SWEEP.device)
-        prompts = load_prompts(SWEEP.prompts, limit=SWEEP.max_prompts)
-        record = check_exactness(pair, prompts, EXACTNESS)
-        run.write_check("exactness", record | {"of_run": checked})
     say("figures and report")
     write_figures(run, out / "figures")
     path = report(run)
     return DemoResult(run=run, choice=choose(run), report=path)
-
-
-def what_is_checked(run: Run) -> dict[str, Any]:
-    """What an exactness check depends on: when any of it changes, it is made again."""
-    drafting = max(run.cells, key=lambda cell: cell.block_size)
-    names = ("target_sha", "draft_sha", "template_sha", "prompts", "max_new_tokens")
-    return plain({name: drafting.request[name] for name in names} | {"code": code_state(ROOT)})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.backends import LIBRARIES
+from dflash_lab.backends import LIBRARIES, LOOKUP, LOOKUP_TOKENS
 from dflash_lab.config import SAMPLING, DecodeConfig, PairSpec, SweepConfig
 from dflash_lab.decoding import (
     AcceptanceWarning,
@@ -24,6 +24,7 @@ from dflash_lab.decoding import (
     resolve_request,
     silence,
 )
+from dflash_lab.exactness import check_greedy, keep_audit
 from dflash_lab.lease import Leases, is_leased, remove_dead
 from dflash_lab.load import Pair, PromptLike, load_spec, pair_spec
 from dflash_lab.policies import describe_policy, policy_label, read_policy
@@ -116,7 +117,8 @@ class Plan:
     @property
     def label(self) -> str:
         size, window = self.request["block_size"], self.request["draft_window"]
-        what = f"block size {size}" if self.engine == OWN else "the library's generator"
+        library = f"the library's generator{', prompt lookup' * (self.engine == LOOKUP)}"
+        what = f"block size {size}" if self.engine == OWN else library
         seen = "" if window is None else f", window {window}"
         steered = policy_label(self.request.get("policy"))
         by = "" if steered is None else f", policy {steered}"
@@ -145,16 +147,20 @@ def sweep(
     progress: Callable[[SweepProgress], None] | None = None,
     pair: Pair | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    audit: bool = False,
 ) -> Run:
     """Fill a run folder with one cell for every block size and window; returns the run.
 
     What is finished is skipped and what was interrupted goes on, so the same call ends what a kill
     left. A cell that raises is kept as failed with its reason, and is tried again by the next
     call; the others go on. `pair` replaces `config.pair`. `should_stop` is asked once a block.
+    `audit` compares the text with the library's own in each dtype and keeps that beside the run.
     Raises ValueError for prompts that do not fit, `DiskFull` where there is no space left.
     """
     show = progress or (lambda at: None)
     out = Path(out)
+    if audit:
+        check_greedy(config)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; a run is a folder. Name another.")
     prompts = load_prompts(
@@ -171,7 +177,37 @@ def sweep(
         with _Sweep(config, out, prompts, pairs, plans, show, should_stop) as work:
             work.run()
     work.warn()
+    if audit and not should_stop():
+        audit_run(open_run(out), config, pairs, prompts, show)
     return open_run(out)
+
+
+def audit_run(
+    run: Run,
+    config: SweepConfig,
+    pairs: Pairs,
+    prompts: Sequence[Prompt],
+    show: Callable[[SweepProgress], None],
+) -> None:
+    """Audit the run's largest block size in each of its dtypes, unless it holds just that."""
+    size, trained = max(config.block_sizes), pairs.first.draft_config.trained_block_size
+    largest = DecodeConfig(
+        block_size=size if config.beyond_trained else min(size, trained),
+        block_size_source=config.block_size_source,
+        draft_window=config.draft_windows[0],
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        beyond_trained=config.beyond_trained,
+    )
+    for dtype in dict.fromkeys((pairs.dtype, *map(pairs.effective, config.plain_dtypes))):
+        pair = pairs.get(dtype)
+        of = shared_request(config, pair, pair.models.describe())
+        of |= {"prompts": describe_prompts(config, prompts), "thinking": config.thinking}
+
+        def told(done: int, total: int, label: str = f"audit: {dtype}") -> None:
+            show(SweepProgress(done=done, total=total, seconds_left=None, label=label))
+
+        keep_audit(run, pair, prompts, largest, of, config.chat, config.thinking, told)
 
 
 # --- pairs --------------------------------------------------------------------------------------
@@ -244,8 +280,11 @@ def plan_cells(config: SweepConfig, pairs: Pairs, prompts: Sequence[Prompt]) -> 
     plain = [pairs.effective(dtype) for dtype in config.plain_dtypes]
     for dtype in plain:
         wanted.setdefault((OWN, dtype, 1, None, None), []).append(1)
-    for dtype in (pairs.dtype, *plain) if config.library_baseline else ():
-        wanted.setdefault((LIBRARIES[pairs.first.spec.backend], dtype, 1, None, None), []).append(1)
+    library = LIBRARIES[pairs.first.spec.backend]
+    asked = {library: config.library_baseline, LOOKUP: config.lookup_baseline}
+    for engine in (name for name, wish in asked.items() if wish):
+        for dtype in (pairs.dtype, *plain):
+            wanted.setdefault((engine, dtype, 1, None, None), []).append(1)
     facts = pairs.first.models.describe()
     shared = shared_request(config, pairs.first, facts) | {
         "prompts": describe_prompts(config, prompts),
@@ -310,6 +349,8 @@ def _plan(
         "proposal": config.proposal if own else None,
         "timing": config.timing if own else "whole",
     }
+    if engine == LOOKUP:
+        request["lookup"] = LOOKUP_TOKENS
     if policy is not None:  # other requests say nothing of it, as before there were policies
         request["policy"] = described(policy)
     return Plan(
@@ -321,6 +362,7 @@ def _plan(
             block_size_source=config.block_size_source,
             draft_window=window,
             max_new_tokens=config.max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
             timing=config.timing,
             beyond_trained=config.beyond_trained,
             policy=policy,
@@ -373,6 +415,7 @@ def shared_request(config: SweepConfig, pair: Pair, facts: Mapping[str, Any]) ->
         "temperature": config.temperature,
         **drawn_how(config),
         "max_new_tokens": config.max_new_tokens,
+        **({"min_new_tokens": config.min_new_tokens} if config.min_new_tokens else {}),
         "chat": config.chat,
         "repeats": config.repeats,
         "attention": facts.get("attention"),
@@ -688,7 +731,8 @@ def settings(config: SweepConfig, pair: Pair) -> dict[str, Any]:
 def warm_up(pair: Pair, plan: Plan, ids: Sequence[int]) -> None:
     """A prefill and two blocks of the cell's shape; the figures are thrown away."""
     if plan.engine != OWN:
-        pair.models.library_generate(ids, min(3, plan.decode.max_new_tokens), frozenset())
+        few = min(3, plan.decode.max_new_tokens)
+        pair.models.library_generate(ids, few, frozenset(), lookup=plan.request.get("lookup"))
         return
     records = itertools.count(1)
     decode(pair, ids, replace(plan.decode, ignore_end=True), should_stop=lambda: next(records) > 2)
@@ -737,7 +781,9 @@ def library_line(
     check_prompt(pair, ids)
     room = min(request.max_new_tokens, request.context_limit - len(ids))
     pair.models.peak_bytes()
-    made = pair.models.library_generate(ids, room, request.stop_tokens)
+    made = pair.models.library_generate(
+        *(ids, room, request.stop_tokens, request.min_new_tokens), plan.request.get("lookup")
+    )
     return {
         "prompt": {
             **keys,
@@ -746,7 +792,7 @@ def library_line(
             "text": pair.text(made.tokens, request.stop_tokens),
             "finish_reason": finish_reason(made.tokens, len(ids), request),
             "ttft_s": made.ttft_s,
-            "decode_s": made.total_s - made.ttft_s,
+            "decode_s": made.total_s - made.ttft_s if len(made.tokens) > 1 else 0.0,
             "total_s": made.total_s,
             "peak_bytes": pair.models.peak_bytes(),
         },

@@ -110,6 +110,7 @@ class DecodeRequest:
     repetition_penalty: float = 1.0
     probabilities: bool = False
     stop_strings: tuple[str, ...] = ()
+    min_new_tokens: int = 0  # no stop token before so many ends the output
     policy: Any = None  # an object with name and version; `describe_policy` makes a record of it
 
 

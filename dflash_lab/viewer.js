@@ -147,6 +147,8 @@ function render({ model, el }) {
   said.setAttribute("aria-live", "polite");
   const box = make("input");
   box.type = "checkbox";
+  // JupyterLab would take the arrow keys for its headings; it looks at the focused element first.
+  for (const input of [step, box]) input.dataset.lmSuppressShortcuts = "true";
   const words = make("div", "dl-legend"), text = make("pre", "dl-text"), detail = make("div", "dl-detail");
   const notes = make("p", "dl-notes"), timed = make("p", "dl-notes");
   let line = make("div", "dl-time"), blocks = [], shown = null;

@@ -1,10 +1,19 @@
 """From stored cells to frames, intervals over prompts, drift and the choice. Nothing is drawn here.
 
 `sums` counts per cell and prompt, `resampling` draws prompts again, `frames` makes a row a block,
-prompt, cell, position, length or pair of cells, `details` one of a single question (stages, tasks,
-depth, break-even), `choice` says which setting wins.
+prompt, cell, position, length or pair of cells, `benchmarked` a benchmark's table, `details` one of
+a single question (stages, tasks, depth, break-even), `choice` says which setting wins.
 """
 
+from dflash_lab.analyse.benchmarked import (
+    BASELINES,
+    baseline,
+    benchmark_frame,
+    kinds,
+    resampled_medians,
+    unknowns,
+)
+from dflash_lab.analyse.between import diff_frame, run_differences, run_pairs
 from dflash_lab.analyse.choice import (
     COMPARABLE,
     NEAR,
@@ -24,9 +33,11 @@ from dflash_lab.analyse.choice import (
     trained_block_size,
 )
 from dflash_lab.analyse.details import (
+    audit_frame,
     break_even_frame,
     depth_frame,
     prompt_pairs,
+    speedup_frame,
     stage_frame,
     task_frame,
     timeline_frame,
@@ -44,10 +55,12 @@ from dflash_lab.analyse.frames import (
     survival_frame,
 )
 from dflash_lab.analyse.order import Drift, drift
+from dflash_lab.analyse.published import published_points
 from dflash_lab.analyse.resampling import draw_prompts, ends, intervals, ratio
 from dflash_lab.analyse.sums import Repetition, prompt_sums, repetition
 
 __all__ = [
+    "BASELINES",
     "COMPARABLE",
     "NEAR",
     "OBJECTIVES",
@@ -62,6 +75,9 @@ __all__ = [
     "Repetition",
     "Setting",
     "Speeds",
+    "audit_frame",
+    "baseline",
+    "benchmark_frame",
     "block_frame",
     "break_even_frame",
     "cell_frame",
@@ -69,24 +85,32 @@ __all__ = [
     "comparable",
     "contest",
     "depth_frame",
+    "diff_frame",
     "drafting_cells",
     "draw_prompts",
     "drift",
     "ends",
     "hardware_classes",
     "intervals",
+    "kinds",
     "length_frame",
     "paired_frame",
     "prompt_frame",
     "prompt_pairs",
     "prompt_sums",
+    "published_points",
     "ratio",
     "records",
     "repetition",
+    "resampled_medians",
+    "run_differences",
+    "run_pairs",
     "settle",
+    "speedup_frame",
     "stage_frame",
     "survival_frame",
     "task_frame",
     "timeline_frame",
     "trained_block_size",
+    "unknowns",
 ]

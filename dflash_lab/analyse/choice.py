@@ -14,13 +14,15 @@ import numpy as np
 from dflash_lab.analyse.frames import OWN
 from dflash_lab.analyse.resampling import draw_prompts, ends, ratio
 from dflash_lab.analyse.sums import Sums, prompt_sums
+from dflash_lab.backends import LOOKUP
 from dflash_lab.config import one_of
 from dflash_lab.store import Cell, Run, canonical
 
 # What two cells must have in common before one may be called faster than the other.
 COMPARABLE = (
     *("hardware", "backend", "device", "target_sha", "template_sha", "chat", "thinking"),
-    *("prompts", "temperature", "sampling", "max_new_tokens", "timing", "repeats"),
+    *("prompts", "temperature", "sampling", "max_new_tokens", "min_new_tokens"),
+    *("timing", "repeats"),
 )
 NEAR = 0.98  # of the best throughput: closer than that is as good
 # What each objective counts above the line and below it.
@@ -185,7 +187,7 @@ def contest(
     mates = [cell for cell in run.cells if cell.block_size == 1 and _compare(cell, drafting[0])]
     plain = [cell for cell in mates if cell.engine == OWN]
     same = [cell for cell in plain if cell.dtype == drafting[0].dtype]
-    library = [cell for cell in mates if cell.engine != OWN]
+    library = [cell for cell in mates if cell.engine not in (OWN, LOOKUP)]
     taking_part = {cell.id: cell for cell in (*same, *drafting, *plain, *library)}
     sums = _shared(prompt_sums(run), tuple(taking_part), prompts)
     cached = _cache_bytes(run)

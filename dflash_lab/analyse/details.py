@@ -1,7 +1,8 @@
-"""Frames of one question each: where the time goes, tasks, prompts in pairs, depth, one prompt."""
+"""Frames of one question each: where the time goes, tasks, pairs, depth, one prompt, audits."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from dflash_lab.analyse import frames
 from dflash_lab.analyse.frames import OWN, block_frame, prompt_frame
 from dflash_lab.analyse.resampling import draw_prompts, intervals, ratio
 from dflash_lab.analyse.sums import prompt_sums
+from dflash_lab.exactness import AuditedPrompt, read_audits
 from dflash_lab.store import Cell, Run
 
 DEPTHS = 6  # parts of a run's positions in `depth_frame`
@@ -60,6 +62,23 @@ def break_even_frame(cells: pd.DataFrame) -> pd.DataFrame:
     for end in ("", "_low", "_high"):
         drafting[f"round_cost{end}"] = drafting[f"seconds_per_block{end}"] / plain
     return drafting.reset_index(drop=True)
+
+
+def speedup_frame(run: Run, cells: pd.DataFrame) -> pd.DataFrame:
+    """One row a drafting cell: that of `cells`, and its speed-up over plain decoding with ends.
+
+    `cells` as from `cell_frame`. Plain decoding is our own loop's in the fastest dtype that the run
+    holds; the intervals are paired, over the prompts of both. Empty without such a cell.
+    """
+    own = cells[cells["engine"] == OWN]
+    plain = own[own["block_size"] == 1].sort_values("tokens_per_s")
+    drafting = own[own["block_size"] > 1]
+    names = ["speedup", "speedup_low", "speedup_high"]
+    if plain.empty or drafting.empty:
+        return drafting.iloc[:0].assign(**dict.fromkeys(names, pd.Series(dtype=float)))
+    pairs = frames.paired_frame(run, plain["cell"].iloc[-1])[["cell", *names]]
+    pairs[names] = pairs[names].astype(float)  # ends are None where there is one prompt
+    return drafting.merge(pairs, on="cell").reset_index(drop=True)
 
 
 def task_frame(run: Run, resamples: int = 2000, seed: int = 0) -> pd.DataFrame:
@@ -173,6 +192,23 @@ def timeline_frame(
         tokens=1 + blocks["emitted"].cumsum(),
         drafts=[len(drafted) for drafted in blocks["drafted"]],
     )[["index", "begin_s", "end_s", "tokens", *STAGES, "accepted", "emitted", "drafts", "cut"]]
+
+
+def audit_frame(run: Run) -> pd.DataFrame:
+    """One row a prompt of each audit kept beside a run: its label, and where and how far it parts.
+
+    Columns dtype, reference and block_size of the audit, then the fields of
+    `exactness.AuditedPrompt`. Empty where nothing was audited.
+    """
+    shared = ("dtype", "reference", "block_size")
+    rows = [
+        {name: getattr(made, name) for name in shared} | asdict(row)
+        for made in read_audits(run)
+        for row in made.prompts
+    ]
+    names = (*shared, *(field.name for field in fields(AuditedPrompt)))
+    whole = ("first_difference", "ours", "reference_token", "gap_at")
+    return pd.DataFrame(rows, columns=names).astype(dict.fromkeys(whole, "Int64"))
 
 
 def _of_key(frame: pd.DataFrame, key: dict[str, Any]) -> pd.DataFrame:

@@ -12,6 +12,8 @@ from dflash_lab.checkpoint import DraftConfig
 from dflash_lab.sampling import Sampling
 
 LIBRARIES = {"torch": "transformers", "mlx": "mlx-lm"}  # whose own generator is the reference
+LOOKUP = "prompt-lookup"  # that generator, drafting what followed the same tokens before
+LOOKUP_TOKENS = 10  # that it proposes at a time, as in Spec-Bench
 
 
 class UnsupportedTarget(ValueError):
@@ -79,6 +81,8 @@ class Anchors(Protocol):
 
     choices: Sequence[int]  # the target's own next token at the place of each new one
     margins: Sequence[float]  # how far its logit stands above that of the text's token
+    leads: Sequence[float]  # how far it stands above that of the second best token
+    sizes: Sequence[float]  # the largest of all logits there, their signs aside
     finite: bool  # False once the draft's logits were not finite numbers
 
     def accepted(
@@ -122,9 +126,18 @@ class Models(Protocol):
         """One pass of the target over a prompt and the tokens that it wrote after it."""
 
     def library_generate(
-        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: frozenset[int],
+        min_new_tokens: int = 0,
+        lookup: int | None = None,
     ) -> Generated:
-        """Greedy decoding by the library's own generator: the independent reference."""
+        """Greedy decoding by the library's own generator: the independent reference.
+
+        Stop tokens end nothing before `min_new_tokens`. `lookup` drafts so many tokens at a time by
+        prompt lookup; ValueError where the library cannot do that.
+        """
 
     def peak_bytes(self) -> int | None:
         """Peak bytes since the last call, of the GPU, else of the process; None where unknown."""

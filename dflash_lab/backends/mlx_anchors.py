@@ -31,11 +31,13 @@ class MlxAnchors:
         prompt_length: int,
         choices: Sequence[int] = (),
         margins: Sequence[float] = (),
+        leads: Sequence[float] = (),
+        sizes: Sequence[float] = (),
         budget: int = BUDGET,
     ):
         self.network, self.embedding, self.head = network, target.embedding, target.head
         self.device, self.vocabulary = target.device, target.embedding.weight.shape[0]
-        self.choices, self.margins = choices, margins
+        self.choices, self.margins, self.leads, self.sizes = choices, margins, leads, sizes
         self.context, self.tokens, self.prompt_length = context, tokens, prompt_length
         self.budget = budget
         self.finite = True  # False once the draft's numbers overflowed
@@ -171,8 +173,7 @@ def read_anchors(
     text, first = [*prompt, *tokens], len(prompt) - 1
     narrow = min(chunk, rows_at_once(target.embedding.weight.shape[0], BUDGET))
     cache, context, taps = target.new_cache(), ContextCache(None), network.config.target_layer_ids
-    choices: list[int] = []
-    margins: list[float] = []
+    read: list[tuple[int, float, float, float]] = []  # choice, margin, lead and size of each place
     with mx.stream(target.device):
         for part in (*pieces(range(first), chunk), *pieces(range(first, len(text) - 1), narrow)):
             ids = mx.array([text[part.start : part.stop]])
@@ -181,17 +182,22 @@ def read_anchors(
             mx.eval([layer.state for layer in cache], context.layers())  # and no logits
             if part.start >= first:
                 judged = mx.array(text[part.start + 1 : part.stop + 1])
-                found, apart = _choices(logits[0], judged, target.dtype)
-                choices += found
-                margins += apart
-    layers = context.layers()
-    return MlxAnchors(network, target, layers, text, len(prompt), choices, margins)
+                read += _judged(logits[0], judged, target.dtype)
+    found = map(list, zip(*read, strict=True))  # choices, margins, leads, sizes
+    return MlxAnchors(network, target, context.layers(), text, len(prompt), *found)
 
 
-def _choices(logits: Array, tokens: Array, dtype: mx.Dtype) -> tuple[list[int], list[float]]:
-    """The highest logit of each row, and how far it stands above that of the given token."""
+def _judged(
+    logits: Array, tokens: Array, dtype: mx.Dtype
+) -> Iterator[tuple[int, float, float, float]]:
+    """Of each row: the best token, how far its logit is above the given token's and above the
+    second best, and the largest logit by size.
+    """
     if not finite_rows(logits).all().item():
         raise not_finite(dtype)
     chosen, wide = best(logits), logits.astype(mx.float32)
-    apart = (wide.max(axis=-1) - mx.take_along_axis(wide, tokens[:, None], axis=-1)[:, 0]).tolist()
-    return chosen.tolist(), apart
+    top = wide.max(axis=-1)
+    apart = top - mx.take_along_axis(wide, tokens[:, None], axis=-1)[:, 0]
+    lead = top - mx.topk(wide, 2, axis=-1).min(axis=-1)
+    size = mx.maximum(top, -wide.min(axis=-1))
+    return zip(*(part.tolist() for part in (chosen, apart, lead, size)), strict=True)

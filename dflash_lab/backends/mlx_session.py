@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,10 +61,21 @@ class MlxBlock:
 
 
 def on_device(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a verb on the target's device; memory that runs out becomes one error that helps."""
+    """Run a verb on the target's device; memory that runs out becomes one error that helps.
+
+    RuntimeError in another thread than the session's first one: what is not computed yet is bound
+    to that thread's stream.
+    """
 
     @functools.wraps(verb)
     def run(session: MlxSession, *args: Any, **settings: Any) -> Any:
+        here = threading.get_ident()
+        session.thread = session.thread or here
+        if session.thread != here:
+            raise RuntimeError(
+                "this stream was begun in another thread, and MLX computes in that one alone. Go "
+                "on there, or begin a new stream here; closing it works from any thread."
+            )
         try:
             with mx.stream(session.target.device):
                 return verb(session, *args, **settings)
@@ -93,6 +105,7 @@ class MlxSession:
         self.window = draft.config.context_window(draft_window) if draft is not None else None
         self.draft_window = draft_window
         self.block_size: int | None = None  # of the last block
+        self.thread: int | None = None  # that runs the verbs
         rows = target.embedding.weight.shape[0]
         self.sampler = sampling and MlxSampler(sampling, rows)
         self.cache = target.new_cache()
@@ -308,8 +321,15 @@ class MlxModels:
         return read_anchors(self.target, self.draft, prompt, tokens, PREFILL_CHUNK)
 
     def library_generate(
-        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: frozenset[int],
+        min_new_tokens: int = 0,
+        lookup: int | None = None,
     ) -> Generated:
+        if lookup is not None:
+            raise ValueError("mlx-lm has no prompt-lookup decoding. Use backend='torch' for it.")
         tokens: list[int] = []
         with self.target.lock, mx.stream(self.target.device):
             began = time.perf_counter()
@@ -323,7 +343,7 @@ class MlxModels:
                 if not tokens:
                     ttft = time.perf_counter() - began
                 tokens.append(token)
-                if token in stop_tokens:
+                if token in stop_tokens and len(tokens) >= min_new_tokens:
                     break
             mx.synchronize()
         total = time.perf_counter() - began

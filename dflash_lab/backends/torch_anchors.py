@@ -31,10 +31,12 @@ class TorchAnchors:
         prompt_length: int,
         choices: Sequence[int] = (),
         margins: Sequence[float] = (),
+        leads: Sequence[float] = (),
+        sizes: Sequence[float] = (),
         budget: int = BUDGET,
     ):
         self.network, self.embedding, self.head = network, embedding, head
-        self.choices, self.margins = choices, margins
+        self.choices, self.margins, self.leads, self.sizes = choices, margins, leads, sizes
         self.context, self.tokens, self.prompt_length = context, tokens, prompt_length
         self.positions = torch.arange(tokens.shape[0] - 1, device=tokens.device)
         self.budget = budget
@@ -159,8 +161,7 @@ def read_anchors(
     length, new = len(prompt), text[len(prompt) :]
     narrow = min(chunk, _rows_at_once(target.head, BUDGET))  # rows whose logits are all wanted
     cache, context = target.new_cache(), ContextCache(None)
-    choices: list[int] = []
-    margins: list[float] = []
+    read: list[tuple[int, float, float, float]] = []  # choice, margin, lead and size of each place
     for part in (*text[:length].split(chunk), *text[length:-1].split(narrow)):
         start, end = context.end, context.end + len(part)
         if not len(part):
@@ -170,10 +171,9 @@ def read_anchors(
         positions = torch.arange(start, end, device=target.device)
         context.append(network.context(features, positions))
         if end >= length:
-            judged = new[len(choices) : len(choices) + logits.shape[1]]
-            found, apart = _choices(logits[0], judged, target.dtype)
-            choices += found
-            margins += apart
+            judged = new[len(read) : len(read) + logits.shape[1]]
+            read += _judged(logits[0], judged, target.dtype)
+    choices, margins, leads, sizes = map(list, zip(*read, strict=True))
     return TorchAnchors(
         network,
         target.embedding,
@@ -183,17 +183,25 @@ def read_anchors(
         length,
         choices=choices,
         margins=margins,
+        leads=leads,
+        sizes=sizes,
     )
 
 
-def _choices(logits: Tensor, tokens: Tensor, dtype: torch.dtype) -> tuple[list[int], list[float]]:
-    """The highest logit of each row, and how far it stands above that of the given token."""
+def _judged(
+    logits: Tensor, tokens: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[int, float, float, float]]:
+    """Of each row: the best token, how far its logit is above the given token's and above the
+    second best, and the largest logit by size.
+    """
     best = logits.argmax(-1)
     top = logits.gather(-1, best[:, None])[:, 0].float()
     if not top.isfinite().all():
         raise not_finite(dtype)
     apart = top - logits.gather(-1, tokens[:, None])[:, 0].float()
-    return best.tolist(), apart.tolist()
+    lead = top - logits.topk(2).values[:, 1].float()
+    size = torch.maximum(top, -logits.amin(-1).float())
+    return zip(*(part.tolist() for part in (best, apart, lead, size)), strict=True)
 
 
 def accepted_counts(

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from dflash_lab.accept import Verdict
+from dflash_lab.accept import Verdict, kept
 from dflash_lab.backends import Generated
 from dflash_lab.backends.torch_anchors import TorchAnchors, read_anchors
 from dflash_lab.backends.torch_model import ContextCache, DraftNetwork, load_network
@@ -239,6 +239,18 @@ class _FirstToken:
         pass
 
 
+class _EndsLater(StoppingCriteria):
+    """Ends an output at a stop token, the first tokens aside."""
+
+    def __init__(self, prompt_length: int, min_new_tokens: int, stop_tokens: frozenset[int]):
+        self.first, self.least, self.stops = prompt_length, min_new_tokens, stop_tokens
+
+    def __call__(self, ids: Tensor, scores: Any, **more: Any) -> Tensor:
+        new = ids[0, self.first :].tolist()
+        ended = any(token in self.stops for token in new[max(0, self.least - 1) :])
+        return torch.tensor([ended], device=ids.device)
+
+
 class TorchModels:
     """A target and a draft in torch."""
 
@@ -265,15 +277,23 @@ class TorchModels:
 
     @torch.inference_mode()
     def library_generate(
-        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: frozenset[int],
+        min_new_tokens: int = 0,
+        lookup: int | None = None,
     ) -> Generated:
         ids = torch.tensor([list(prompt)], device=self.target.device)
+        later = min_new_tokens > 1  # the library itself heeds end tokens from the first on
         settings = GenerationConfig(
             do_sample=False,
             max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(stop_tokens) or None,
+            eos_token_id=None if later else sorted(stop_tokens) or None,
             pad_token_id=min(stop_tokens, default=0),
+            prompt_lookup_num_tokens=lookup,
         )
+        ends = _EndsLater(ids.shape[1], min_new_tokens, stop_tokens)
         first = _FirstToken()
         with self.target.lock:
             began = time.perf_counter()
@@ -282,12 +302,14 @@ class TorchModels:
                 attention_mask=torch.ones_like(ids),
                 generation_config=settings,
                 streamer=first,
+                stopping_criteria=StoppingCriteriaList([ends] if later else []),
             )
             synchronize(self.target.device)
         total = time.perf_counter() - began
-        return Generated(
-            tokens=tuple(out[0, ids.shape[1] :].tolist()), ttft_s=first.at - began, total_s=total
-        )
+        new = out[0, ids.shape[1] :].tolist()
+        if later:  # a step of prompt lookup may have gone past the end
+            new = new[: kept(new, stop_tokens, len(new), min_new_tokens - 1)]
+        return Generated(tokens=tuple(new), ttft_s=first.at - began, total_s=total)
 
     def redrafted(self, config: DraftConfig) -> TorchModels:
         """The same weights under another configuration of the same shape, on the same target."""

@@ -175,10 +175,11 @@ class LayerCache(CacheLayerMixin):
         seen, end = self._seen_from(self.length), self.length + key_states.shape[2]
         if not self._buffers or end - self.first > self._buffers[0].shape[2]:
             self._make_room((key_states, value_states), seen)
-        rows = slice(self.length - self.first, end - self.first)
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, rows] = new
+            buffer.narrow(2, self.length - self.first, new.shape[2]).copy_(new)
         self._hold(end)
+        if seen == self.first:
+            return self.keys, self.values
         return self.keys[:, :, seen - self.first :], self.values[:, :, seen - self.first :]
 
     def take_back(self, tokens: int) -> None:
@@ -211,7 +212,9 @@ class LayerCache(CacheLayerMixin):
 
     def _hold(self, length: int) -> None:
         self.length = length
-        self.keys, self.values = (b[:, :, : length - self.first] for b in self._buffers)
+        keys, values = self._buffers
+        self.keys = keys.narrow(2, 0, length - self.first)
+        self.values = values.narrow(2, 0, length - self.first)
 
     def _make_room(self, new: tuple[Tensor, Tensor], seen: int) -> None:
         kept = self.length - seen

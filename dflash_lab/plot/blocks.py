@@ -28,7 +28,9 @@ from dflash_lab.plot.style import (
     add_caption,
     check_one_kind,
     empty_figure,
+    has_room,
     in_words,
+    is_narrow,
     looking_at,
     lower_first,
     new_figure,
@@ -75,7 +77,8 @@ def survival(frame: pd.DataFrame, highlight: Highlight | None = None) -> Picture
     bars = over_prompts(counts) if looked_at in lines else ""
     if counts.max() > 1 and bars:
         bars += f", on block size {looked_at}"
-    add_caption(fig, [bars, "Blocks that were cut are left out"])
+    told = "Numbers on the lines: block size" if is_narrow(fig) else ""
+    add_caption(fig, [bars, told, "Blocks that were cut are left out"])
     fig.alt = in_words(
         *looking_at(axes, highlight),
         f"Share of blocks accepted up to each draft position, {window_label(window)}",
@@ -131,7 +134,8 @@ def _draw_survival(
 def _survival_axes(axes: Axes, frame: pd.DataFrame) -> None:
     """The same axes for every window of a run, so that a slider moves lines and not scales."""
     last, top = int(frame["draft_position"].max()), frame[["survival", "high"]].max().max()
-    axes.set_xlabel("draft position in the block (numbers on the lines: block size)")
+    told = "" if is_narrow(axes.figure) else " (numbers on the lines: block size)"
+    axes.set_xlabel(f"draft position in the block{told}")
     axes.set_ylabel("share of blocks accepted so far")
     axes.set_xlim(0.5, last + 0.8)
     axes.set_ylim(-0.02 * top, 1.08 * top + 0.01)
@@ -173,7 +177,7 @@ def lengths(frame: pd.DataFrame, highlight: Highlight | None = None) -> Picture:
     axes = add_axes(fig, right=0.25)
     setting = setting_name((rows[0]["block_size"], rows[0]["draft_window"]))
     for row in rows:
-        _draw_bar(axes, row, counted=len(rows) <= 17)
+        _draw_bar(axes, row, counted=has_room(axes, len(rows), 3))
     axes.set_xlabel("accepted drafts per block (tokens)")
     axes.set_ylabel("share of blocks")
     axes.set_xlim(-0.6, len(rows) - 0.4)

@@ -32,7 +32,9 @@ from dflash_lab.plot.style import (
     add_caption,
     check_one_kind,
     empty_figure,
+    has_room,
     in_words,
+    is_narrow,
     label_ends,
     lower_first,
     new_figure,
@@ -44,6 +46,7 @@ from dflash_lab.plot.style import (
     setting_of,
     shown,
     styled,
+    two_axes,
     window_label,
 )
 
@@ -74,11 +77,12 @@ def heatmap(cells: pd.DataFrame, chosen: Choice | None = None) -> Picture:
     axes = add_axes(fig, left=1.15, right=0.3)
     low, high = np.nanmin(grid), np.nanmax(grid)
     axes.imshow(grid, cmap="cividis", aspect="auto", vmin=low, vmax=high, origin="lower")
+    letters = SMALL if has_room(axes, len(sizes), 5) else 6
     for y, x in np.argwhere(~np.isnan(grid)):
         dark = grid[y, x] < (low + high) / 2
         colour = "white" if dark else "black"
         text = f"{grid[y, x]:.1f}"
-        axes.text(x, y, text, ha="center", va="center", fontsize=SMALL, color=colour)
+        axes.text(x, y, text, ha="center", va="center", fontsize=letters, color=colour)
     axes.set_xticks(range(len(sizes)), map(str, sizes))
     axes.set_yticks(range(len(windows)), map(window_label, windows))
     axes.set_xlabel("block size (tokens, anchor included)")
@@ -116,10 +120,7 @@ def memory(cells: pd.DataFrame) -> Picture:
         drafting[name] = drafting[name].astype(float)
         drafting[f"{name}_low"] = drafting[f"{name}_high"] = np.nan
     curves = curves_of(rows_of(drafting), "draft_cache_bytes")
-    room = room_for(curve.label for curve in curves)
-    half = (fig.get_figwidth() - room - 0.7) / 2
-    left = add_axes(fig, right=half + room + 0.2, top=0.44)
-    right = add_axes(fig, left=half + 1.15, right=room, top=0.44)
+    left, right = two_axes(fig, room_for(curve.label for curve in curves))
     for curve in curves:
         draw_curve(left, curve, "peak_bytes", None, 1 / MIB)
     labels = [draw_curve(right, curve, "draft_cache_bytes", None, 1 / MIB) for curve in curves]
@@ -169,7 +170,8 @@ def break_even(frame: pd.DataFrame) -> Picture:
         xs, ys = ([row[key] for row in curve.rows] for key in ("x", "round_cost"))
         axes.plot(xs, ys, color=curve.look["color"], linewidth=1.2, linestyle=OWN_DASH)
         needed = f"needed, {curve.label}"
-        labels.append(replace(label, text=needed, x=xs[-1], y=ys[-1]))
+        dashed = {"linestyle": OWN_DASH, "linewidth": 1.2}
+        labels.append(replace(label, text=needed, x=xs[-1], y=ys[-1], look=dashed))
     axes.set_ylim(bottom=1)
     axes.set_ylabel("tokens per block")
     axes.set_title("Tau, and the tau at which a block pays for itself")
@@ -199,7 +201,8 @@ def tasks(frame: pd.DataFrame) -> Picture:
     check_one_kind(frame, "backend")
     fig = new_figure()
     names = sorted(set(frame["task"]))
-    panels = _panels(fig, len(names))
+    rows = _panels(fig, len(names))
+    panels = [axes for row in rows for axes in row]
     drafting = frame[frame["block_size"] > 1]
     top = 1.08 * np.nanmax(frame[["tokens_per_s", "tokens_per_s_high"]].to_numpy())
     curves: list[Curve] = []
@@ -217,19 +220,20 @@ def tasks(frame: pd.DataFrame) -> Picture:
             told.append(f"{task}, plain: {plain:.1f}")
         prompts = int(mine["prompts"].max()) if len(mine) else 0
         axes.set_title(f"{shown(task, 14)} ({prompts})", fontsize=SMALL)
-        axes.set_xlabel("")
+        axes.set_xlabel("block size (tokens)" if axes is rows[-1][len(rows[-1]) // 2] else "")
         axes.set_ylim(0, top)
         axes.tick_params(labelsize=TINY)
-    for axes in panels[1:]:
-        axes.tick_params(labelleft=False)
-    panels[0].set_ylabel("decode throughput (tokens/s)")
+    for row in rows:
+        for axes in row[1:]:
+            axes.tick_params(labelleft=False)
+        row[0].set_ylabel("tokens/s" if is_narrow(fig) else "decode throughput (tokens/s)")
     title = "Throughput by block size and task"
     fig.text(0.62 / fig.get_figwidth(), 0.94, title, fontsize=10)
     looks = ", ".join(f"{curve.look['marker']} {curve.label}" for curve in curves)
     add_caption(
         fig,
         [
-            "Across: block size; in brackets the number of prompts",
+            "In brackets: the number of prompts",
             "Dashed: plain decoding, the fastest dtype",
             f"Markers: {looks}" if len(curves) > 1 else "",
         ],
@@ -238,12 +242,27 @@ def tasks(frame: pd.DataFrame) -> Picture:
     return fig
 
 
-def _panels(fig: Picture, count: int) -> list[Axes]:
-    """Axes side by side, of one size."""
+def _panels(fig: Picture, count: int) -> list[list[Axes]]:
+    """Rows of axes of one size, from the top: one row, or two panels a row where it is narrow."""
+    across = min(count, 2) if is_narrow(fig) else count
+    down = -(-count // across)
+    height = 1.3 if is_narrow(fig) else fig.get_figheight()
     width, gap = fig.get_figwidth(), 0.14
-    each = (width - 0.62 - 0.15 - gap * (count - 1)) / count
-    starts = [0.62 + place * (each + gap) for place in range(count)]
-    return [add_axes(fig, left=x, right=width - x - each, bottom=0.76, top=0.55) for x in starts]
+    fig.set_size_inches(width, down * height)
+    each = (width - 0.62 - 0.15 - gap * (across - 1)) / across
+    starts = [0.62 + place * (each + gap) for place in range(across)]
+    panels = [
+        add_axes(
+            fig,
+            left=x / (0.85 if is_narrow(fig) else 1),
+            right=(width - x - each) / (0.7 if is_narrow(fig) else 1),
+            bottom=0.76 + (down - 1 - row) * height,
+            top=0.55 + row * height,
+        )
+        for row in range(down)
+        for x in starts[: count - row * across]
+    ]
+    return [panels[place : place + across] for place in range(0, count, across)]
 
 
 @styled
@@ -313,9 +332,7 @@ def depth(frame: pd.DataFrame, block_size: int | None = None) -> Picture:
     for row in rows:
         groups.setdefault(row["draft_window"], []).append(row)
     order = sorted(groups, key=lambda window: (window is not None, -(window or 0)))
-    half = (fig.get_figwidth() - 0.4) / 2
-    left = add_axes(fig, right=half + 0.3, top=0.44)
-    right = add_axes(fig, left=half + 0.95, top=0.44)
+    left, right = two_axes(fig)
     for window, look in zip(order, LOOKS, strict=False):
         lines = groups[window]
         xs = [row["context"] for row in lines]

@@ -46,6 +46,7 @@ from dflash_lab.plot.style import (
     shown,
     styled,
     ticks_at,
+    two_axes,
     why_missing,
     window_label,
     with_ends,
@@ -162,7 +163,10 @@ def draw_curve(
         if looked_at or row["beyond_trained"]:
             size = 9 if looked_at else None
             axes.plot(x, value, look["marker"], color=look["color"], mfc=face, ms=size, alpha=alpha)
-    return EndLabel(x=xs[-1], y=values[-1], text=curve.label, color=look["color"], strong=strong)
+    told = {name: look[name] for name in ("marker", "linestyle")}
+    return EndLabel(
+        x=xs[-1], y=values[-1], text=curve.label, color=look["color"], strong=strong, look=told
+    )
 
 
 def draw_plain(
@@ -173,7 +177,8 @@ def draw_plain(
     dash = OWN_DASH if row["engine"] == OWN else LIBRARY_DASH
     axes.axhline(value, color=QUIET, linewidth=1.1, linestyle=dash, zorder=1.5)
     text = f"{plain_label(row)}: {number(value, form)}"
-    return EndLabel(x=axes.get_xlim()[1], y=value, text=text, color=QUIET)
+    told = {"linestyle": dash, "linewidth": 1.1}
+    return EndLabel(x=axes.get_xlim()[1], y=value, text=text, color=QUIET, look=told)
 
 
 def _draw_ring(axes: Axes, curves: Sequence[Curve], chosen: Choice) -> bool:
@@ -244,10 +249,7 @@ def acceptance(cells: pd.DataFrame, highlight: Highlight | None = None) -> Pictu
     if drafted.empty:
         return empty_figure(fig, "Acceptance")
     curves = curves_of(rows_of(drafted), "draft_rate")
-    room = room_for(curve.label for curve in curves)
-    half = (fig.get_figwidth() - room - 0.7) / 2  # inches of a panel and the numbers beside it
-    left = add_axes(fig, right=half + room + 0.2, top=0.44)
-    right = add_axes(fig, left=half + 1.15, right=room, top=0.44)
+    left, right = two_axes(fig, room_for(curve.label for curve in curves))
     _draw_rates(left, curves, highlight)
     labels = _draw_taus(right, curves, highlight)
     for axes in (left, right):

@@ -5,14 +5,22 @@ from __future__ import annotations
 import pandas as pd
 
 from dflash_lab.plot.style import (
+    INK,
     LOOKS,
+    OWN_DASH,
+    QUIET,
+    TINY,
     Picture,
     add_axes,
     add_caption,
     empty_figure,
     in_words,
+    is_narrow,
     new_figure,
+    number,
+    over_prompts,
     rows_of,
+    shown,
     styled,
     ticks_at,
     window_label,
@@ -46,8 +54,71 @@ def clipped(frame: pd.DataFrame, draft_window: int | None = None) -> Picture:
     axes.set_title(
         f"A shorter block is not the beginning of a longer one, {window_label(draft_window)}"
     )
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(fontsize=TINY, frameon=False, loc="lower right")
     wrong = [row["wrong_share"] for row in rows if row["kind"] == "estimate"]
     add_caption(fig, [f"Accepted counts differ in up to {100 * max(wrong):.0f} % of the blocks"])
     fig.alt = in_words("Tau by block size", *told)
+    return fig
+
+
+@styled
+def policies(frame: pd.DataFrame) -> Picture:
+    """Throughput of ways to size blocks, a line each: fixed sizes, policies and upper bounds.
+
+    `frame` as from `policy_frame`: policy, prompts, tokens_per_s with ends, and `bound`, the reason
+    why a way can only be an upper bound, missing else.
+    """
+    fig = new_figure()
+    if frame.empty:
+        return empty_figure(fig, "Policies", "no policy was measured or replayed")
+    rows = frame.to_dict("records")[::-1]
+    letters = 22 if is_narrow(fig) else 34
+    names = [shown(row["policy"], letters) for row in rows]
+    fig.set_figheight(max(fig.get_figheight(), 1.2 + 0.22 * len(rows)))
+    axes = add_axes(fig, left=0.25 + 0.068 * max(map(len, names)), right=0.6)
+    for place, row in enumerate(rows):
+        bound = not pd.isna(row["bound"])
+        colour = (
+            QUIET if bound else INK if row["policy"].startswith("block size") else LOOKS[1]["color"]
+        )
+        ends = [row["tokens_per_s_low"], row["tokens_per_s_high"]]
+        axes.plot(ends, [place, place], color=colour, linewidth=1.2)
+        axes.plot(
+            row["tokens_per_s"],
+            place,
+            "D" if bound else "o",
+            color=colour,
+            mfc="white" if bound else colour,
+        )
+        axes.annotate(
+            number(row["tokens_per_s"], ".1f"),
+            xy=(1, place),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=TINY,
+            color=QUIET,
+        )
+    fixed = [row["tokens_per_s"] for row in rows if row["policy"].startswith("block size")]
+    if fixed:
+        axes.axvline(max(fixed), color=QUIET, linewidth=1, linestyle=OWN_DASH, zorder=0.5)
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("decode throughput (tokens/s)")
+    axes.set_title("Policies beside fixed block sizes")
+    add_caption(
+        fig,
+        [
+            over_prompts(frame["prompts"]),
+            "Dashed: the fastest fixed size" if fixed else "",
+            "Hollow: chosen after the fact, an upper bound" if frame["bound"].notna().any() else "",
+        ],
+    )
+    fig.alt = in_words(
+        "Decode throughput in tokens per second by the way blocks are sized",
+        ", ".join(f"{row['policy']}: {number(row['tokens_per_s'], '.1f')}" for row in rows[::-1]),
+    )
     return fig

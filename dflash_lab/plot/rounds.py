@@ -10,7 +10,6 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from dflash_lab.analyse import OWN
 from dflash_lab.plot.style import (
-    BACKED,
     INK,
     LOOKS,
     QUIET,
@@ -21,6 +20,7 @@ from dflash_lab.plot.style import (
     add_caption,
     check_one_kind,
     empty_figure,
+    has_room,
     in_words,
     new_figure,
     percent,
@@ -117,7 +117,7 @@ def conditional(frame: pd.DataFrame, block_size: int | None = None) -> Picture:
             row["draft_position"], row["conditional"], 0.8, edgecolor=LOOKS[0]["color"], **looks
         )
         axes.annotate(
-            str(row["conditional_at_risk"]),
+            str(row["conditional_at_risk"]) if has_room(axes, len(rows), 3) else "",
             xy=(row["draft_position"], row["conditional"]),
             xytext=(0, 2),
             textcoords="offset points",
@@ -164,9 +164,7 @@ def timeline(frame: pd.DataFrame, name: str = "") -> Picture:
         if staged:
             axes.bar(row["begin_s"], row["emitted"], row["draft_s"], facecolor=INK, **looks)
     first, end = rows[0]["begin_s"], rows[-1]["end_s"]
-    axes.axvspan(0, first, facecolor="#dddddd", hatch="///", edgecolor="white")
-    looks = {"ha": "center", "va": "top", "rotation": 90, **BACKED}
-    axes.text(first / 2, 0.97, "prefill", transform=axes.get_xaxis_transform(), **looks)
+    axes.axvspan(0, first, facecolor="#e6e6e6", edgecolor="none")
     axes.set_xlim(0, end)
     axes.set_ylim(0, 1.1 * max(row["emitted"] for row in rows))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -178,6 +176,7 @@ def timeline(frame: pd.DataFrame, name: str = "") -> Picture:
         fig,
         [
             "A field a block: its width is its time, its height what the output got from it",
+            "Grey: the prefill",
             "Black: drafting" if staged else "Stages were not timed",
         ],
     )
@@ -189,8 +188,10 @@ def timeline(frame: pd.DataFrame, name: str = "") -> Picture:
 
 
 @styled
-def race(frames: Mapping[str, pd.DataFrame]) -> Picture:
-    """Tokens against time of one prompt decoded in several ways, a line each.
+def race(
+    frames: Mapping[str, pd.DataFrame], title: str = "The same prompt, decoded in several ways"
+) -> Picture:
+    """Tokens against time of one prompt decoded in several ways, or in several runs, a line each.
 
     `frames` are as from `timeline_frame`, by the name of the way.
     """
@@ -211,7 +212,7 @@ def race(frames: Mapping[str, pd.DataFrame]) -> Picture:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("time since the request (s)")
     axes.set_ylabel("tokens of the output")
-    axes.set_title("The same prompt, decoded in several ways")
+    axes.set_title(shown(title, 70))
     axes.legend(fontsize=SMALL, frameon=False, loc="upper left")
     add_caption(fig, ["A step a block, as high as the tokens that it brought"])
     fig.alt = in_words("Tokens of the output against time", *told)

@@ -9,7 +9,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
 from threading import RLock
@@ -23,11 +24,12 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator
 
-from dflash_lab.analyse import (
-    Choice,
-)
+from dflash_lab.analyse import Choice
+from dflash_lab.config import one_of
 
 STYLE = Path(__file__).with_name("dflash.mplstyle")
 
@@ -69,6 +71,25 @@ BACKED: dict[str, Any] = {
 }
 
 
+# What a size changes of the style. "page" is as wide as a page's text; "column" one of two columns,
+# with the words that captions hold left out and labels below; "slide" 1920 x 1080 pixels.
+COLUMN, ROW = 3.25, 2.2  # inches: width, and height of one of several panels
+SIZES: dict[str, dict[str, Any]] = {
+    "page": {},
+    "column": {
+        "figure.figsize": (COLUMN, 2.5),
+        "savefig.dpi": 300,
+        "axes.labelsize": 8,
+        "xtick.labelsize": 7.5,
+        "ytick.labelsize": 7.5,
+        "lines.linewidth": 1.4,
+        "lines.markersize": 4.5,
+    },
+    "slide": {"figure.figsize": (6.4, 3.6), "savefig.dpi": 300},
+}
+_SIZE: ContextVar[str] = ContextVar("size", default="page")
+
+
 # Widget callbacks may run beside a cell, and a style is global while it holds: one at a time.
 DRAWING = RLock()
 
@@ -76,6 +97,7 @@ DRAWING = RLock()
 class Picture(Figure):
     """A figure that describes itself in words and shows itself in a notebook, once."""
 
+    size: str = "page"  # of SIZES
     alt: str = ""
     notes: tuple[str, ...] = ()  # how to read it, from the line below it
 
@@ -101,6 +123,17 @@ def house_style(**settings: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sized(size: str) -> Iterator[None]:
+    """Figures drawn meanwhile have this size, one of `SIZES`."""
+    one_of("size", size, tuple(SIZES))
+    before = _SIZE.set(size)
+    try:
+        yield
+    finally:
+        _SIZE.reset(before)
+
+
 Arguments = ParamSpec("Arguments")
 
 
@@ -109,7 +142,7 @@ def styled(draw: Callable[Arguments, Picture]) -> Callable[Arguments, Picture]:
 
     @wraps(draw)
     def drawn(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Picture:
-        with house_style():
+        with house_style(**SIZES[_SIZE.get()]):
             return draw(*args, **kwargs)
 
     return drawn
@@ -170,28 +203,68 @@ def check_one_kind(frame: pd.DataFrame, *names: str) -> None:
 
 
 def new_figure() -> Picture:
-    return Picture()
+    figure = Picture()
+    figure.size = _SIZE.get()
+    return figure
+
+
+def is_narrow(fig: Figure) -> bool:
+    """Whether labels go below the axes, panels below each other, and words into the caption."""
+    return getattr(fig, "size", "") == "column"
 
 
 def room_for(labels: Iterable[str]) -> float:
     """Inches beside the axes that labels of lines take."""
+    if _SIZE.get() == "column":
+        return 0.12
     return 0.36 + 0.065 * max(map(len, labels), default=0)
 
 
 def add_axes(
     fig: Picture, left: float = 0.7, right: float = 0.2, bottom: float = 0.76, top: float = 0.36
 ) -> Axes:
-    """Axes with margins in inches: the same room for labels in every figure."""
+    """Axes with margins in inches: the same room for labels in every figure.
+
+    A narrow figure has neither title nor notes, and less room for them.
+    """
     width, height = fig.get_size_inches()
+    if is_narrow(fig):
+        left, right, bottom, top = 0.85 * left, 0.7 * right, bottom - 0.34, top - 0.28
     return fig.add_axes(
         (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
     )
 
 
+def two_axes(fig: Picture, room: float = 0.2) -> tuple[Axes, Axes]:
+    """Axes side by side with `room` inches to the right, one below the other where it is narrow."""
+    if is_narrow(fig):
+        fig.set_size_inches(COLUMN, 2 * ROW)
+        upper = add_axes(fig, right=room, bottom=0.76 + ROW)
+        return upper, add_axes(fig, right=room, top=0.36 + ROW)
+    half = (fig.get_figwidth() - room - 0.7) / 2  # inches of a panel and the numbers beside it
+    left = add_axes(fig, right=half + room + 0.2, top=0.44)
+    return left, add_axes(fig, left=half + 1.15, right=room, top=0.44)
+
+
 def add_caption(fig: Picture, notes: Sequence[str]) -> None:
+    """Notes on how to read a figure, below it; a narrow one keeps them and its title unseen."""
     fig.notes = tuple(note for note in notes if note)
+    if is_narrow(fig):
+        _hide_titles(fig)
+        return
     text = textwrap.fill(" ".join(f"{note}." for note in notes if note), 104)
     fig.text(0.012, 0.02, text, fontsize=TINY, color=QUIET, va="bottom")
+
+
+def _hide_titles(fig: Picture) -> None:
+    for text in fig.findobj(Text):
+        if text.get_fontsize() > SMALL and text.get_text() in fig.words[:1]:
+            text.set_visible(False)
+
+
+def has_room(axes: Axes, count: int, letters: int) -> bool:
+    """Whether so many labels of so many tiny letters fit side by side on axes."""
+    return count * (letters + 0.5) * 0.62 * TINY <= points_of(axes)[0]
 
 
 def points_of(axes: Axes) -> tuple[float, float]:
@@ -226,6 +299,7 @@ class EndLabel:
     text: str
     color: str
     strong: bool = True
+    look: Mapping[str, Any] = field(default_factory=dict)  # marker and dashes, for a key
 
 
 def mark_size(axes: Axes, highlight: Highlight | None) -> None:
@@ -236,6 +310,9 @@ def mark_size(axes: Axes, highlight: Highlight | None) -> None:
 def label_ends(axes: Axes, labels: Sequence[EndLabel]) -> None:
     """Write labels beside the axes, moved apart where they would touch, each tied to its line."""
     if not labels:
+        return
+    if is_narrow(axes.figure):
+        _add_key(axes.figure, labels)
         return
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     ends = [((label.x - left) / (right - left), (label.y - low) / (high - low)) for label in labels]
@@ -253,6 +330,40 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel]) -> None:
         ties, colors=colours, linewidths=0.9, transform=axes.transAxes, clip_on=False
     )
     axes.add_collection(lines, autolim=False)
+
+
+def _add_key(fig: Picture, labels: Sequence[EndLabel]) -> None:
+    """The labels below everything else, each beside a piece of its line; the figure grows."""
+    handles = [
+        Line2D([], [], color=label.color, alpha=1.0 if label.strong else FAINT, **label.look)
+        for label in labels
+    ]
+    columns = 2 if max(len(label.text) for label in labels) <= 18 and len(labels) > 1 else 1
+    rows = -(-len(labels) // columns)
+    grow(fig, 0.145 * rows + 0.02)
+    fig.legend(
+        handles,
+        [label.text for label in labels],
+        loc="lower left",
+        bbox_to_anchor=(0.02, 0.0),
+        ncols=columns,
+        fontsize=7.5,
+        frameon=False,
+        borderpad=0.2,
+        labelspacing=0.3,
+        handlelength=2.6,
+    )
+
+
+def grow(fig: Picture, inches: float) -> None:
+    """Add room below everything that is drawn."""
+    width, height = fig.get_size_inches()
+    fig.set_size_inches(width, height + inches)
+    for axes in fig.axes:
+        place = axes.get_position()
+        bottom = (place.y0 * height + inches) / (height + inches)
+        tall = place.height * height / (height + inches)
+        axes.set_position((place.x0, bottom, place.width, tall))
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
@@ -344,7 +455,7 @@ def to_svg(fig: Figure, salt: str = "dflash-lab") -> str:
 
 def to_png(fig: Figure) -> bytes:
     buffer = io.BytesIO()
-    with house_style():
+    with house_style(**SIZES[getattr(fig, "size", "page")]):
         fig.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 

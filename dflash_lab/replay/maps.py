@@ -14,6 +14,7 @@ import numpy as np
 from dflash_lab.backends import Proposals
 from dflash_lab.config import DecodeConfig, check_block_size, check_window
 from dflash_lab.decoding import check_prompt, decode, resolve_request
+from dflash_lab.exactness import label_of, tolerance_of
 from dflash_lab.load import Pair
 from dflash_lab.prompts import Prompt
 from dflash_lab.provenance import hardware, short_name
@@ -22,9 +23,7 @@ from dflash_lab.sweeps import OWN
 from dflash_lab.trace import Trace
 
 NO_TOKEN = -1  # where a slot was not asked for
-NEAR_TIE = 0.25  # logits; what public threads quote for bfloat16 (dflash.md 3.4)
 DRAFTED = (None, "visited", "all")
-EXACT = ("float32", "float64")
 
 
 class InconsistentText(ValueError):
@@ -59,10 +58,7 @@ class Parting:
     text_token: int
     target_token: int
     margin: float  # logits between the two
-
-    @property
-    def kind(self) -> str:
-        return "near tie" if self.margin <= NEAR_TIE else "mismatch"
+    kind: str  # "near tie" or "mismatch", as in an audit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -282,23 +278,33 @@ def run_texts(pair: Pair, run: Run) -> list[Text]:
 
 
 def consistency(
-    text: Text, choices: Sequence[int], margins: Sequence[float], dtype: str
+    text: Text,
+    choices: Sequence[int],
+    margins: Sequence[float],
+    sizes: Sequence[float],
+    dtype: str,
 ) -> tuple[Parting, ...]:
     """Where the target, reading the text, would have gone on otherwise.
 
     Raises `InconsistentText` for the first such place in float32; in a narrower dtype warns of
     those that no rounding explains.
     """
-    first = len(text.prompt_ids)
+    first, read = len(text.prompt_ids), zip(text.tokens, choices, margins, sizes, strict=True)
     partings = tuple(
-        Parting(position=first + n, text_token=token, target_token=choice, margin=margin)
-        for n, (token, choice, margin) in enumerate(zip(text.tokens, choices, margins, strict=True))
+        Parting(
+            position=first + n,
+            text_token=token,
+            target_token=choice,
+            margin=margin,
+            kind=label_of(margin, tolerance_of(dtype, size)),
+        )
+        for n, (token, choice, margin, size) in enumerate(read)
         if token != choice
     )
     worst = max(partings, key=lambda at: at.margin, default=None)
     if worst is None:
         return ()
-    exact = dtype in EXACT
+    exact = dtype == "float32"
     at = partings[0] if exact else worst
     told = (
         f"the text of {text.prompt_id!r} has token {at.text_token} at position {at.position}, "
@@ -311,7 +317,7 @@ def consistency(
         )
     if at.kind == "mismatch":
         warnings.warn(
-            f"{told}: more than the {NEAR_TIE} of a near tie. Is it this target's own greedy text?",
+            f"{told}: more than rounding explains. Is it the target's own greedy text?",
             InconsistentTextWarning,
             stacklevel=4,
         )
@@ -328,7 +334,8 @@ def prompt_map(
 ) -> PromptMap:
     """The map of one text: one pass of the target, then the draft for each size and window."""
     asking = _Asking(pair, text)
-    partings = consistency(text, asking.anchors.choices, asking.anchors.margins, pair.models.dtype)
+    read = asking.anchors
+    partings = consistency(text, read.choices, read.margins, read.sizes, pair.models.dtype)
     accepted = asking.counts(block_sizes, draft_windows)
     slots = (*accepted.shape, max(block_sizes) - 1)
     tokens = np.full(slots, NO_TOKEN, np.int32) if drafted else None

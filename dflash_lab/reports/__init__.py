@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from dflash_lab.reports.content import content
+from dflash_lab.reports.differences import Difference, compare, difference_content
+from dflash_lab.reports.notebooks import body, executed, read_parameters, temporary, title_of
 from dflash_lab.store import Run, open_run, to_json, write_atomic
 from dflash_lab.viewer import script, viewer_styles
 
@@ -32,12 +36,63 @@ def report(run: Run | str | Path, out: str | Path | None = None) -> Path:
 def page(run: Run) -> str:
     """The report of a run as HTML."""
     made = content(run)
-    return _template().render(
-        made
-        | {"data": script_json(made["data"]), "css": _own("report.css"), "js": _own("report.js")},
-        token_css=Markup(viewer_styles()),
+    return filled(
+        "report.html.j2",
+        **made | {"data": script_json(made["data"])},
+        subject=": block size and draft window",
         viewer=Markup(script()),
+        js=_own("report.js"),
     )
+
+
+def write_difference(made: Difference, out: str | Path) -> Path:
+    """Write the comparison of two runs, as from `compare`, as one HTML file."""
+    path = Path(out)
+    values = difference_content(made)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, filled("difference.html.j2", subject=": two runs", **values))
+    return path
+
+
+def export_notebook(
+    notebook: str | Path,
+    out: str | Path | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> Path:
+    """Run a notebook and write it as one HTML file: no network, no kernel, the reports' style.
+
+    It runs in its own folder; the file is `NAME.html` here unless `out` names another. Raises
+    ValueError for a notebook or a parameter that there is not, and names a cell that fails.
+    """
+    path, given = Path(notebook), dict(parameters or {})
+    target = Path(f"{path.stem}.html") if out is None else Path(out)
+    with temporary() as folder:
+        made = body(executed(path, given, Path(folder)))
+    text = filled(
+        "notebook.html.j2",
+        title=title_of(path, made),
+        subject="",
+        file=path.name,
+        parameters=given,
+        body=Markup(made),
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(target, text)
+    return target
+
+
+def filled(template: str, **values: object) -> str:
+    """One of this folder's templates with these values; all of them share a head and a style."""
+    environment = Environment(
+        loader=FunctionLoader(_own),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    css = _own("report.css")
+    made = environment.get_template(template)
+    return made.render(token_css=Markup(viewer_styles()), css=css, **values)
 
 
 def script_json(value: object) -> Markup:
@@ -49,11 +104,12 @@ def _own(name: str) -> Markup:
     return Markup(files("dflash_lab.reports").joinpath(name).read_text(encoding="utf-8"))
 
 
-def _template():
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(str(_own("report.html.j2")))
-
-
-__all__ = ["page", "report"]
+__all__ = [
+    "Difference",
+    "compare",
+    "export_notebook",
+    "page",
+    "read_parameters",
+    "report",
+    "write_difference",
+]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
-from dflash_lab import plot
-from dflash_lab.analyse import OWN, Choice, records
+from dflash_lab.analyse import Choice, drift, records
+from dflash_lab.exactness import read_audits
 from dflash_lab.panels import (
     Answer,
     Image,
@@ -17,10 +17,16 @@ from dflash_lab.panels import (
     facts,
     facts_html,
     place_name,
-    to_image,
     window_name,
-    with_interval,
     written,
+)
+from dflash_lab.reports.gallery import gallery
+from dflash_lab.reports.tables import (
+    CELL_COLUMNS,
+    MORE_COLUMNS,
+    SURVIVAL_COLUMNS,
+    Table,
+    said,
 )
 from dflash_lab.store import Run
 from dflash_lab.tokens import KINDS, legend_html, text_html, toggle_html
@@ -45,10 +51,12 @@ def content(run: Run) -> dict[str, Any]:
         ],
         "missing": missing(run, panels.left_out),
         **explorer(panels),
-        "why": why(panels),
+        **gallery(run, panels),
         "settings": settings(run),
         "provenance": provenance(run),
+        "measured": measured(panels),
         "order": order(run),
+        "drift": told_drift(panels),
         "tables": {
             "Throughput and acceptance": Table.of(CELL_COLUMNS, panels.rows.values()),
             "Further figures of every cell": Table.of(MORE_COLUMNS, panels.rows.values()),
@@ -128,29 +136,23 @@ def _ends(low: float | None, high: float | None) -> str:
 
 
 def exactness(run: Run) -> dict[str, Any]:
-    """The outcome of the exactness check, and which prompts differed, if any."""
-    check = run.check("exactness")
-    if check is None:
-        return {
-            "sentence": "Exactness was not checked in this run.",
-            "differences": [],
-            "rest": "",
-        }
-    reference = str(check["reference"]).replace(" generate", "'s generate").replace("s's", "s'")
-    size = check.get("block_size")
-    at = f", at block size {size}" if size is not None else ""
-    measured = sorted({cell.dtype for cell in run.cells if cell.block_size > 1} - {check["dtype"]})
+    """What the audits of the run found, and which prompts parted, if any."""
+    audits = read_audits(run)
+    if not audits:
+        sentence = "Whether the draft changes the text was not audited in this run."
+        return {"sentence": sentence, "differences": [], "rest": ""}
+    told = "; ".join(made.sentence for made in audits)
+    measured = {cell.dtype for cell in run.cells if cell.block_size > 1}
+    missing = sorted(measured - {made.dtype for made in audits})
     return {
-        "sentence": (
-            f"{check['dtype']}: {check['equal']} of {check['of']} prompts equal to {reference}, "
-            f"token for token{at}."
-        ),
+        "sentence": f"{told[0].upper()}{told[1:]}.",
         "differences": [
-            {"prompt": row["prompt_id"], "token": row["first_difference"]}
-            for row in check["prompts"]
-            if not row["equal"]
+            {"dtype": made.dtype, "prompt": row.prompt_id, "told": row.told}
+            for made in audits
+            for row in made.prompts
+            if row.label != "equal"
         ],
-        "rest": f"{' and '.join(measured)} was not compared." if measured else "",
+        "rest": f"{' and '.join(missing)} was not audited." if missing else "",
     }
 
 
@@ -258,23 +260,6 @@ def _text(panels: Panels, cell: str, key: str) -> Markup:
     return Markup(f"{legend_html()}{toggle_html()}{text_html(trace)}")
 
 
-def why(panels: Panels) -> list[dict[str, Any]]:
-    """The figures that say where the throughput comes from."""
-    if panels.grid is None:
-        return []
-    cells = panels.frame[panels.frame["cell"].isin(panels.grid.cells.values())]
-    return [
-        {
-            "picture": to_image(plot.acceptance(cells), "acceptance"),
-            "caption": "What a block yields: of a longer one more is accepted, of more drafted.",
-        },
-        {
-            "picture": to_image(plot.cost(cells), "cost"),
-            "caption": "What a block costs: drafting, verifying and keeping it.",
-        },
-    ]
-
-
 # How it was measured
 
 
@@ -298,14 +283,8 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(entry, list):
             found[label] = ", ".join(map(str, entry)) or "none"
         else:
-            found[label] = _said(entry)
+            found[label] = said(entry)
     return found
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "none" if value is None else str(value)
 
 
 def _listed(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
@@ -320,6 +299,30 @@ def _values(values: Sequence[str]) -> str:
     return f"{len(different)} values, {different[0]} to {different[-1]}"
 
 
+VERSIONS = ("torch", "transformers", "mlx", "mlx-lm", "python")  # the ones that times depend on
+
+
+def measured(panels: Panels) -> str:
+    """Machine, versions and day of the cells that the first answer is about, in one line."""
+    cells = [cell for cell in panels.run.cells if cell.id in set(panels.frame["cell"])]
+    backends = {cell.request["backend"] for cell in cells}
+    kept = [name for name in VERSIONS if "mlx" in backends or not name.startswith("mlx")]
+    told = (
+        f"{name} {' and '.join(sorted(found))}"
+        for name in kept
+        if (found := {v for cell in cells if (v := cell.provenance["versions"].get(name))})
+    )
+    days = sorted({cell.provenance["started_utc"][:10] for cell in cells})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"Measured on {panels.main.hardware}, with {', '.join(told)}; {when}."
+
+
+def told_drift(panels: Panels) -> str:
+    """How times moved while the cells of the first answer were measured."""
+    cells = tuple(cell for cell in panels.run.cells if cell.id in set(panels.frame["cell"]))
+    return drift(replace(panels.run, cells=cells)).sentence
+
+
 def order(run: Run) -> str:
     """Whether the cells were measured beside each other, from the stored places in the sequence."""
     places: dict[str, list[int]] = {}
@@ -330,104 +333,3 @@ def order(run: Run) -> str:
     if max(map(min, places.values())) < min(map(max, places.values())):
         return "The cells were interleaved: each had begun before any had ended."
     return "The cells were not all interleaved: some ended before others began."
-
-
-# Tables
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One column of a table: its heading, how a row is written in it, and the full value."""
-
-    head: str
-    text: Callable[[Mapping[str, Any]], str]
-    value: Callable[[Mapping[str, Any]], Any]
-
-
-def plainly(head: str, name: str) -> Column:
-    return Column(head=head, text=lambda row: _said(row[name]), value=lambda row: row[name])
-
-
-def figure(head: str, name: str, scale: float = 1.0) -> Column:
-    def text(row: Mapping[str, Any]) -> str:
-        return written(None if row[name] is None else row[name] * scale)
-
-    return Column(head=head, text=text, value=lambda row: row[name])
-
-
-def interval(head: str, name: str, scale: float = 1.0) -> Column:
-    return Column(
-        head=head, text=lambda row: with_interval(row, name, scale), value=lambda row: row[name]
-    )
-
-
-def window(row: Mapping[str, Any]) -> str:
-    drafting = row.get("engine", OWN) == OWN and row["block_size"] > 1
-    return window_name(row["draft_window"]) if drafting else "none"
-
-
-WINDOW = Column(head="window", text=window, value=lambda row: row["draft_window"])
-NAMES = (
-    plainly("cell", "cell"),
-    plainly("engine", "engine"),
-    plainly("dtype", "dtype"),
-    plainly("block size", "block_size"),
-    WINDOW,
-)
-CELL_COLUMNS = (
-    *NAMES,
-    interval("tokens/s", "tokens_per_s"),
-    interval("tau", "tau"),
-    interval("draft rate, %", "draft_rate", 100),
-    figure("tokens per block", "tokens_per_block"),
-    interval("ms per block", "seconds_per_block", 1000),
-    plainly("prompts", "prompts"),
-)
-MORE_COLUMNS = (
-    *NAMES,
-    figure("end to end, tokens/s", "end_to_end_per_s"),
-    figure("TTFT, ms", "ttft_s", 1000),
-    figure("tau by prompt", "tau_by_prompt"),
-    figure("draft share, %", "draft_share", 100),
-    figure("full blocks, %", "full_block_share", 100),
-    figure("draft cache, MB", "draft_cache_bytes", 1e-6),
-    figure("peak memory, MB", "peak_bytes", 1e-6),
-    plainly("tokens", "tokens"),
-    plainly("blocks", "blocks"),
-    plainly("cut", "cut_blocks"),
-    plainly("looped", "looped"),
-)
-SURVIVAL_COLUMNS = (
-    plainly("cell", "cell"),
-    plainly("dtype", "dtype"),
-    plainly("block size", "block_size"),
-    WINDOW,
-    plainly("draft position", "draft_position"),
-    figure("survival", "survival"),
-    figure("low", "low"),
-    figure("high", "high"),
-    figure("conditional", "conditional"),
-    plainly("blocks at risk", "at_risk"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Headings, and rows of (written, value in full)."""
-
-    heads: tuple[str, ...]
-    rows: tuple[tuple[tuple[str, str], ...], ...]
-
-    @classmethod
-    def of(cls, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> Table:
-        return cls(
-            heads=tuple(column.head for column in columns),
-            rows=tuple(
-                tuple((column.text(row), _full(column.value(row))) for column in columns)
-                for row in rows
-            ),
-        )
-
-
-def _full(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_lab.exactness import Audit, AuditedPrompt, write_audit
 from dflash_lab.store import Part, cell_id, decode_key, finish_cell, open_run
 
 HARDWARE = "2-core x86-64 Intel Xeon, AMX, 24 GB"
@@ -293,7 +294,7 @@ def write_run(
     cells = arms(block_sizes, windows, windowed)
     for place, arm in enumerate(cells):
         _write_arm(Path(path), arm, place, len(cells), outputs, seed)
-    _write_exactness(Path(path), outputs)
+    _write_audit(Path(path), outputs)
     return Path(path)
 
 
@@ -407,25 +408,22 @@ def _right(
     return bool(luck < arm.hazard(output.task, draft_position))
 
 
-def _write_exactness(run: Path, outputs: Sequence[Output]) -> None:
-    rows = [
-        {
-            "prompt_id": output.prompt_id,
-            "equal": True,
-            "first_difference": None,
-            "tokens": len(output.tokens),
-            "ours": None,
-            "reference": None,
-        }
-        for output in outputs
-    ]
-    check = {
-        "dtype": "float32",
-        "reference": "transformers generate",
-        "block_size": 8,
-        "max_new_tokens": NEW_TOKENS,
-        "equal": len(rows),
-        "of": len(rows),
-        "prompts": rows,
-    }
-    open_run(run).write_check("exactness", check)
+def _write_audit(run: Path, outputs: Sequence[Output]) -> None:
+    made = Audit(
+        dtype="float32",
+        reference="transformers generate",
+        block_size=8,
+        draft_window=None,
+        max_new_tokens=NEW_TOKENS,
+        tolerance=None,
+        prompts=tuple(
+            AuditedPrompt(
+                prompt_id=output.prompt_id,
+                label="equal",
+                tokens=len(output.tokens),
+                smallest_margin=0.5,
+            )
+            for output in outputs
+        ),
+    )
+    write_audit(open_run(run), made)

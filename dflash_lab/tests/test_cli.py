@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from dflash_lab import PairSpec, cli, load, open_run
+from dflash_lab.accept import RULES
+from dflash_lab.exactness import read_audits
 from dflash_lab.tests.toys import cut, scripted_pair
 
 
@@ -131,7 +133,7 @@ def test_a_block_size_above_the_trained_one_is_lowered_in_sight(call):
         (("benchmark", "mlx", "--backend", "torch"), "the backend is 'mlx' and --backend 'torch'"),
         (("benchmark", "--backend", "jax"), "backend is 'jax'"),
         (("benchmark", "--block-size", "4,12.5"), "--block-size is '12.5'"),
-        (("benchmark", "--dataset", "gsm8k"), "prompts are 'gsm8k'; expected 'mini' or a .jsonl"),
+        (("benchmark", "--dataset", "gsm9k"), "prompts are 'gsm9k'; expected mini, one of gsm8k"),
         (("benchmark", "--max-samples", "0"), "max_prompts is 0"),
         (("sweep", "--out", "o", "--prompts", "gone.jsonl"), "no prompt file gone.jsonl"),
         (("status", "nowhere"), "nowhere"),
@@ -249,3 +251,30 @@ def test_a_shape_needs_both_configs_and_takes_nothing_that_a_loaded_pair_has(cal
     both = ("--shape", "t.json", "--draft-shape", "d.json")
     code, _, err = call("costs", "--out", file, *both, "--pair", "smollm2")
     assert code == 1 and "random weights in torch; leave out pair" in err
+
+
+def test_audit_says_what_was_compared_and_keeps_it_beside_a_run(call, tmp_path):
+    assert call("sweep", "--out", tmp_path, "--max-prompts", 2, "--block-sizes", 8)[0] == 0
+    asked = ("audit", "--max-prompts", 2, "--max-new-tokens", 9, "--dtype", "float32")
+    code, out, _ = call(*asked, "--out", tmp_path)
+    assert code == 0
+    assert "exact in float32: 2 of 2 prompts equal to transformers' generate" in out
+    (kept,) = read_audits(open_run(tmp_path))
+    assert (kept.count("equal"), kept.max_new_tokens) == (2, 9)
+
+
+def test_an_audit_with_a_mismatch_ends_in_1_and_names_prompt_and_place(call, monkeypatch):
+    right = RULES["match"]
+    monkeypatch.setitem(RULES, "match", lambda v: min(right(v) + 1, len(v.drafted)))
+    code, out, _ = call("audit", "--max-prompts", 1, "--max-new-tokens", 9)
+    assert code == 1
+    assert "in float32 1 of 1 differs by more than rounding explains" in out
+    assert "mismatch at new token 4" in out
+
+
+def test_a_sweep_is_audited_where_asked(call, tmp_path):
+    asked = ("sweep", "--max-prompts", 2, "--max-new-tokens", 9, "--block-sizes", 8)
+    _, _, err = call(*asked, "--out", tmp_path / "with", "--audit")
+    assert "exact in float32: 2 of 2 prompts equal" in err
+    call(*asked, "--out", tmp_path / "without")
+    assert read_audits(open_run(tmp_path / "without")) == []

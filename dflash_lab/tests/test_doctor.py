@@ -46,6 +46,7 @@ def test_a_healthy_pair_is_called_healthy(folders):
     }
 
 
+@pytest.mark.slow
 def test_the_draft_of_another_target_is_found(folders):
     path = folders / "target" / "model.safetensors"
     dice = torch.Generator().manual_seed(0)
@@ -57,6 +58,7 @@ def test_the_draft_of_another_target_is_found(folders):
     assert "target" in names(examine(spec(folders)))
 
 
+@pytest.mark.slow
 def test_numbers_that_overflow_in_float16_are_found(folders):
     path = folders / "draft" / "model.safetensors"
     tensors = load_file(path)
@@ -68,6 +70,7 @@ def test_numbers_that_overflow_in_float16_are_found(folders):
     assert "float32" in next(f.way_out for f in found.faults if f.name == "dtype")
 
 
+@pytest.mark.slow
 def test_shifted_taps_are_found_and_the_right_ones_named(folders):
     edit(folders / "draft" / "config.json", target_layer_ids=[1, 2, 3])
     found = examine(spec(folders))
@@ -76,6 +79,7 @@ def test_shifted_taps_are_found_and_the_right_ones_named(folders):
     assert "1, 2, 3 and does better with 0, 1, 2" in text
 
 
+@pytest.mark.slow
 def test_a_wrong_rope_base_is_found_and_the_targets_own_named(folders):
     config = folders / "draft" / "config.json"
     raw = json.loads(config.read_text())
@@ -91,17 +95,20 @@ def _theta(raw):
     return raw["rope_theta"] if "rope_theta" in raw else raw["rope_parameters"]["rope_theta"]
 
 
+@pytest.mark.slow
 def test_a_window_of_four_is_found(folders):
     found = examine(spec(folders), draft_window=4)
     assert names(found) == {"window", "acceptance"}
 
 
+@pytest.mark.slow
 def test_another_template_is_found(folders):
     path = folders / "target" / "chat_template.jinja"
     path.write_text(path.read_text() + "{# new #}\nOK. ")
     assert "template" in names(examine(spec(folders)))
 
 
+@pytest.mark.slow
 def test_thinking_switched_is_found(folders):
     path = folders / "target" / "chat_template.jinja"
     path.write_text(
@@ -125,6 +132,7 @@ def test_a_half_downloaded_file_is_found(folders, part):
     assert names(found) == {"files"}
 
 
+@pytest.mark.slow
 def test_without_a_reference_trials_still_name_the_cause_and_health_is_not_denied(folders):
     (folders / "draft" / REFERENCE).unlink()
     found = examine(spec(folders))
@@ -133,6 +141,7 @@ def test_without_a_reference_trials_still_name_the_cause_and_health_is_not_denie
     assert names(examine(spec(folders))) == {"taps"}
 
 
+@pytest.mark.slow
 def test_a_pair_that_does_not_fit_in_memory_is_found(folders, monkeypatch):
     monkeypatch.setattr(doctor, "_machine_bytes", lambda: 600_000)
     found = examine(spec(folders))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import dflash_lab as dl
+from dflash_lab.exactness import read_audits
 from dflash_lab.load import EMBEDDED
 from dflash_lab.train.rows import ngram_hashes
 
@@ -100,11 +101,9 @@ def test_the_manifest_and_the_answers_are_those_of_the_data_it_names():
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("block_size", [1, 4, 8, 16])
 def test_tokens_in_float32_equal_transformers_generate(float32_pair, block_size, window):
-    from dflash_lab.exactness import check_exactness
-
     config = dl.DecodeConfig(block_size=block_size, draft_window=window, max_new_tokens=24)
-    record = check_exactness(float32_pair, dl.load_prompts(limit=3), config)
-    assert [row["first_difference"] for row in record["prompts"]] == [None] * 3
+    made = dl.audit(float32_pair, dl.load_prompts(limit=3), config=config)
+    assert [row.first_difference for row in made.prompts] == [None] * 3
 
 
 @pytest.mark.slow
@@ -153,9 +152,10 @@ def test_the_demo_ends_in_a_choice_a_check_figures_and_a_report(tmp_path, monkey
         max_new_tokens=8,
     )
     monkeypatch.setattr(demo, "SWEEP", small)
-    monkeypatch.setattr(demo, "EXACTNESS", dl.DecodeConfig(block_size=8, max_new_tokens=8))
     made = demo.run_demo(tmp_path / "demo")
-    assert made.run.check("exactness")["equal"] == 2
+    exact, rounded = read_audits(made.run)
+    assert (exact.dtype, exact.count("equal")) == ("float32", 2)
+    assert (rounded.dtype, rounded.count("mismatch")) == ("bfloat16", 0)
     assert made.choice.block_size in (1, 4, 8)
     assert made.report.is_file()
     assert {path.suffix for path in (tmp_path / "demo" / "figures").iterdir()} >= {".svg", ".png"}

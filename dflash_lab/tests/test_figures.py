@@ -22,7 +22,15 @@ from dflash_lab.analyse import (
     task_frame,
     timeline_frame,
 )
-from dflash_lab.figures import FIGURES, MANIFEST, check_figures, latex_table, write_figures
+from dflash_lab.figures import (
+    FIGURES,
+    MANIFEST,
+    Material,
+    NothingToDraw,
+    check_figures,
+    latex_table,
+    write_figures,
+)
 from dflash_lab.store import open_run
 from dflash_lab.tests.runs import block, prompt, request_of, write_cell, write_run
 
@@ -37,29 +45,72 @@ write_figures(open_run(Path(sys.argv[1])), Path(sys.argv[2]))
 """
 
 
+SOME = ("cost", "survival")  # drawn where one figure would do as well as all
+LEFT_OUT = {"stages", "clipped", "predicted", "policies"}  # a made-up run has nothing for these
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return open_run(write_run(tmp_path_factory.mktemp("runs") / "demo"))
+    path = tmp_path_factory.mktemp("runs") / "demo"
+    return open_run(write_run(path, prompts=3, block_sizes=(1, 4, 8), windows=(16,), windowed=(4,)))
 
 
 @pytest.fixture(scope="module")
 def written(run, tmp_path_factory):
-    return write_figures(run, tmp_path_factory.mktemp("figures"))
+    with pytest.MonkeyPatch.context() as patch:
+        quick_pdf(patch)
+        yield write_figures(run, tmp_path_factory.mktemp("figures"), names=SOME)
 
 
-def test_every_figure_is_there_in_every_form_or_its_absence_has_a_reason(written):
-    assert written.left_out.keys() == {"stages", "clipped"}
-    assert "timing = stages" in written.left_out["stages"]
-    drawn = [name for name in FIGURES if name not in written.left_out]
+def quick_pdf(patch):
+    """A PDF takes a second, most of it for its fonts; the slow tests write them."""
+    patch.setattr(plot.files, "to_pdf", lambda figure: plot.to_svg(figure, "pdf").encode())
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory):
+    """A run of the demo's size and all its figures."""
+    path = tmp_path_factory.mktemp("runs") / "demo"
+    return write_figures(open_run(write_run(path)), path / "figures")
+
+
+@pytest.mark.slow
+def test_every_figure_is_there_in_every_form_or_its_absence_has_a_reason(every):
+    assert every.left_out.keys() == LEFT_OUT
+    assert "timing = stages" in every.left_out["stages"]
+    drawn = [name for name in FIGURES if name not in every.left_out]
     wanted = {f"{name}.{form}" for name in drawn for form in FORMS} | BESIDE
-    assert {path.name for path in written.files} == wanted
-    assert {path.name for path in written.folder.iterdir()} == wanted
-    captions = (written.folder / "captions.md").read_text()
+    assert {path.name for path in every.files} == wanted
+    assert {path.name for path in every.folder.iterdir()} == wanted
+    captions = (every.folder / "captions.md").read_text()
     assert all(f"## {name}\n" in captions for name in drawn)
     assert "2-core x86-64 Intel Xeon, AMX, 24 GB" in captions
 
 
-def test_two_processes_write_the_same_bytes(run, tmp_path):
+def test_figures_that_were_asked_for_are_there_in_every_form_and_no_others(written):
+    assert written.left_out == {}
+    wanted = {f"{name}.{form}" for name in SOME for form in FORMS} | BESIDE
+    assert {path.name for path in written.folder.iterdir()} == wanted
+
+
+def test_a_figure_or_a_size_that_there_is_not_is_an_error_that_lists_those_that_are(run, tmp_path):
+    with pytest.raises(ValueError, match=r"the figure is 'costs'; expected one of throughput, .*"):
+        write_figures(run, tmp_path, names=["costs"])
+    with pytest.raises(ValueError, match=r"size is 'poster'; expected one of page, column, slide"):
+        write_figures(run, tmp_path, names=SOME, size="poster")
+
+
+@pytest.mark.parametrize(("size", "width"), [("column", 3.25 * 300), ("slide", 1920)])
+def test_a_size_has_its_width_in_pixels(run, size, width):
+    with plot.sized(size):
+        figure = FIGURES["survival"](Material(run)).figure
+    data = plot.to_png(figure)
+    assert int.from_bytes(data[16:20]) == int(width)  # the header's width
+    assert int.from_bytes(data[20:24]) == (1080 if size == "slide" else 750)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_same_bytes(every, tmp_path):
     folders = []
     for seed, zone, place in (("1", "UTC", "a"), ("77", "Asia/Tokyo", "b")):
         here = tmp_path / place
@@ -69,7 +120,7 @@ def test_two_processes_write_the_same_bytes(run, tmp_path):
             "TZ": zone,
             "LC_ALL": "C.UTF-8" if place == "a" else "C",
         }
-        command = [sys.executable, "-W", "error", "-c", DRAW, str(run.path), "figures"]
+        command = [sys.executable, "-W", "error", "-c", DRAW, str(every.folder.parent), "figures"]
         subprocess.run(command, check=True, cwd=here, env=os.environ | settings)
         folders.append(here / "figures")
     names = sorted(path.name for path in folders[0].iterdir())
@@ -149,9 +200,10 @@ def test_a_latex_table_escapes_what_latex_would_read(run):
 def test_a_run_without_a_draft_leaves_out_what_needs_one(tmp_path):
     request = request_of(["p0"], block_size=1)
     write_cell(tmp_path / "run", request, [prompt()], [block(0, 1), block(0, 1, index=1)])
-    written = write_figures(open_run(tmp_path / "run"), tmp_path / "figures")
-    assert "no cell drafts anything" in written.left_out["heatmap"]
-    assert (tmp_path / "figures" / "throughput.svg").is_file()
+    material = Material(open_run(tmp_path / "run"))
+    with pytest.raises(NothingToDraw, match="no cell drafts anything"):
+        FIGURES["heatmap"](material)
+    assert FIGURES["throughput"](material).figure.alt
 
 
 # The frames behind them
@@ -173,7 +225,7 @@ def test_stages_are_means_of_blocks_and_what_is_left_is_other(tmp_path):
     assert found == pytest.approx([0.02, 0.03, 0.003, 0.06, 0.007])
     figure = plot.stages(stage_frame(run))
     assert "block size 4: draft 20.0, verify 30.0, other 10.0" in figure.alt
-    assert "stages" not in write_figures(run, tmp_path / "figures").left_out
+    assert FIGURES["stages"](Material(run)).figure.alt == figure.alt
 
 
 def test_break_even_is_the_time_of_a_block_in_the_fastest_plain_steps(run):

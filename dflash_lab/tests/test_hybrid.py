@@ -27,6 +27,7 @@ from dflash_lab.backends import (
 from dflash_lab.backends.mlx_session import MlxBlock, MlxSession
 from dflash_lab.backends.torch_session import TorchSession
 from dflash_lab.decoding import AcceptanceWarning
+from dflash_lab.tests.test_abandoned import check_that_an_abandoned_stream_disturbs_nobody
 from dflash_lab.tests.test_torch_target import Told, decoded
 from dflash_lab.tests.toys import HYBRIDS, ORACLE, WRONG, cut, noise, toy_models, toy_target
 from dflash_lab.train.generate import Writer
@@ -137,7 +138,12 @@ def toy(request, made):
     return made.toy(request.param)
 
 
-CASES = [(kind, backend) for kind in HYBRIDS for backend in (Torch, Mlx)]
+CASES = [
+    # the older kind has the parts of the newer one
+    pytest.param((kind, backend), marks=[pytest.mark.slow] * (kind == "qwen3_next"))
+    for kind in HYBRIDS
+    for backend in (Torch, Mlx)
+]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]} {case[1].name}")
@@ -272,6 +278,10 @@ def test_sessions_on_one_target_do_not_meet(case):
     for thread in threads:
         thread.join()
     assert found == {number: texts[number][:5] for number in range(2)}
+
+
+def test_an_abandoned_stream_disturbs_nobody(case):
+    check_that_an_abandoned_stream_disturbs_nobody(case.pair, case.toy.prompts, case.toy.greedy)
 
 
 def test_a_text_read_at_once_for_replay_is_what_was_decoded(toy):

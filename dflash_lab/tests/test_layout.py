@@ -43,13 +43,14 @@ ORDER = (
     "policies",
     "texts",
     "decoding",
-    "exactness",
     "provenance",
     "serving",
     "lease",
     "store",
+    "exactness",
     "locking",
     "sweeps",
+    "scoring",
     "tokens",
     "viewer",
     "widget_parts",
@@ -70,6 +71,8 @@ ORDER = (
     "doctor",
     "train",
     "demo",
+    "benchmarking",
+    "benchmark_text",
     "cli",
     "calls",
     "model",
@@ -158,8 +161,8 @@ def visible_top_level() -> set[str]:
     return {name for name in shown if not (ROOT / name / "pyvenv.cfg").exists()}
 
 
-def quickest(command: list[str], tries: int = 5) -> float:
-    """Seconds of work of the fastest of a few runs, so that another process's load does not count.
+def quickest(command: list[str], tries: int = 12) -> float:
+    """Seconds of work of the fastest of several runs: another process's load does not count.
 
     Work is time on a processor: the run's own wait for its turn is not the command's.
     """

@@ -138,6 +138,18 @@ def test_plain_decoding_captures_no_features(toy, pair, monkeypatch):
     assert set(asked) == {()}
 
 
+def test_a_pair_used_again_gives_the_first_runs_trace(toy, pair):
+    def blocks_of(pair, prompt):
+        blocks = decode(pair, prompt, DecodeConfig(block_size=8, max_new_tokens=16)).blocks
+        return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in blocks]
+
+    long = tuple(i % 200 for i in range(200))
+    first = blocks_of(pair, long)
+    short = blocks_of(pair, toy.prompts[0][:5])
+    assert blocks_of(pair, long) == first
+    assert short == blocks_of(toy.load(backend="mlx"), toy.prompts[0][:5])
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_prefill_in_chunks_feeds_the_draft_everything(pair, window):
     prompt = tuple((7 * i) % 250 for i in range(100))

@@ -205,12 +205,14 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_notebook_runs_from_top_to_bottom_and_shows_pictures(executed):
     notebook = nbformat.read(executed / "notebooks" / "executed.ipynb", as_version=4)
     assert all(cell.execution_count for cell in code_cells(notebook) if cell.source.strip())
     assert pictures(notebook) >= 1
 
 
+@pytest.mark.slow
 def test_a_notebook_writes_below_results_and_nothing_elsewhere(executed):
     finished = [*(executed / "results").rglob("cell.json")]
     assert finished or list((executed / "results").rglob("training.json"))
@@ -218,6 +220,7 @@ def test_a_notebook_writes_below_results_and_nothing_elsewhere(executed):
     assert {path.name for path in executed.iterdir()} == {"notebooks", "results"}
 
 
+@pytest.mark.slow
 def test_an_exported_notebook_shows_pictures_where_it_had_sliders(executed):
     from nbconvert import HTMLExporter
 

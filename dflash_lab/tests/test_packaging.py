@@ -46,7 +46,10 @@ IMPORTED = (
     Names("mlx", "mlx", "mlx"),
     Names("mlx_lm", "mlx-lm", "mlx-lm"),
     Names("numpy", "numpy", "numpy"),
+    Names("packaging", "packaging", "packaging"),
+    Names("nbconvert", "nbconvert", "nbconvert"),
     Names("pandas", "pandas", "pandas"),
+    Names("papermill", "papermill", "papermill"),
     Names("platformdirs", "platformdirs", "platformdirs"),
     Names("pyarrow", "pyarrow", "pyarrow"),
     Names("rich", "rich", "rich"),
@@ -61,8 +64,6 @@ USED_ONLY = {
     Names("gguf", "gguf", "gguf"): "transformers reads the embedded target's GGUF file with it",
     Names("ipykernel", "ipykernel", "ipykernel"): "the notebooks' kernel",
     Names("jupyterlab", "jupyterlab", "jupyterlab"): "make lab",
-    Names("nbconvert", "nbconvert", "nbconvert"): "notebooks as pages",
-    Names("papermill", "papermill", "papermill"): "notebooks from top to bottom",
     Names("seaborn", "seaborn", "seaborn"): "a reader's own figures, in notebooks",
 }
 FOR_SERVING = (
@@ -71,13 +72,13 @@ FOR_SERVING = (
     Names("uvicorn", "uvicorn", "uvicorn"),
 )
 FOR_TESTS = (
+    Names("axe_playwright_python", "axe-playwright-python", None),
     Names("beartype", "beartype", None),
     Names("dflash_lab", "dflash-lab", None),  # with the extra [serve]
     Names("httpx", "httpx", None),
     Names("nbformat", "nbformat", None),
     Names("nbstripout", "nbstripout", None),
     Names("openai", "openai", None),
-    Names("packaging", "packaging", None),
     Names("playwright", "playwright", None),
     Names("pytest", "pytest", None),
     Names("xdist", "pytest-xdist", None),

@@ -89,7 +89,10 @@ def lines(axes, **looks):
     ]
 
 
-HIGHLIGHTS = [None, (8, 64), (6, 64), (1, None), (2, None)]
+HIGHLIGHTS = [
+    *(None, (6, 64)),
+    *(pytest.param(at, marks=pytest.mark.slow) for at in ((8, 64), (1, None), (2, None))),
+]
 ONE_OF_EACH = ["throughput", "acceptance", "survival", "lengths", "cost"]
 
 
@@ -115,6 +118,7 @@ def test_no_label_is_clipped_or_covers_another(demo, name, highlight):
     assert_words_are_readable(demo.draw(name, highlight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_no_label_is_clipped_or_covers_another_with_one_prompt(single, name):
     assert_words_are_readable(single.draw(name))
@@ -188,6 +192,7 @@ def test_ticks_stand_at_the_measured_block_sizes(demo, name):
         assert axes.get_xticks().tolist() == sizes
 
 
+@pytest.mark.slow
 def test_close_block_sizes_keep_their_ticks_and_lose_numbers_that_would_touch(tmp_path):
     frames = Frames(write_run(tmp_path, prompts=2, block_sizes=(1, 2, 3, 8, 64), windows=()))
     fig = frames.draw("throughput")
@@ -452,6 +457,7 @@ def test_an_svg_carries_its_description_and_is_well_formed(demo):
 # State
 
 
+@pytest.mark.slow
 def test_no_figure_stays_open_and_no_setting_changes(demo):
     import matplotlib.pyplot as plt
 
@@ -464,6 +470,7 @@ def test_no_figure_stays_open_and_no_setting_changes(demo):
     assert dict(matplotlib.rcParams) == settings
 
 
+@pytest.mark.slow
 def test_drawing_does_not_import_pyplot(demo):
     code = "import sys, dflash_lab.plot; print('matplotlib.pyplot' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

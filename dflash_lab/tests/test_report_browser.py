@@ -1,34 +1,23 @@
 """The report in a real browser: from disk, with everything that leaves the file refused."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from dflash_lab.reports import report
 from dflash_lab.store import open_run
+from dflash_lab.tests.browsers import grave_faults, open_browser
 from dflash_lab.tests.runs import HOSTILE, write_run
 from dflash_lab.tokens import SHOWN_AS
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = Path("/usr/bin/chromium")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
 
 @pytest.fixture(scope="module")
 def browser():
-    if not CHROMIUM.exists():
-        reason = f"{CHROMIUM} is missing; install it, as by apt-get install chromium"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+    with open_browser() as made:
         yield made
-        made.close()
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +275,21 @@ def test_the_page_fits_its_window(browser, address, scheme, width):
     size = {"width": width, "height": 844}
     for made in visit(browser, address, viewport=size, color_scheme=scheme):
         assert made.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_or_critical(browser, address, scheme):
+    for made in visit(browser, address, color_scheme=scheme):
+        made.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        assert grave_faults(made.page) == []
+
+
+def test_axe_notices_a_picture_without_words(browser, tmp_path):
+    page = "<!doctype html><html lang=en><title>t</title><main><img src='data:,'></main></html>"
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    for made in visit(browser, (tmp_path / "page.html").as_uri()):
+        (fault,) = grave_faults(made.page)
+        assert fault.startswith("image-alt")
 
 
 def test_paper_shows_the_tables_and_no_control(shown):

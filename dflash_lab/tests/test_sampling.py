@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_lab import DecodeConfig, SweepConfig, decode, stream, sweep
+from dflash_lab import DecodeConfig, SweepConfig, calls, decode, stream, sweep
 from dflash_lab.accept import RULES, Verdict
 from dflash_lab.backends import mlx_sampling, torch_sampling
 from dflash_lab.decoding import AcceptanceWarning, run_blocks, sampling_of
@@ -659,3 +659,20 @@ def test_a_sweep_draws_alike_in_all_its_cells_and_anew_in_each_repeat(tmp_path):
 def test_a_sweep_refuses_what_it_cannot_draw(settings, words):
     with pytest.raises(ValueError, match=words):
         SweepConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "presence_penalty", "top_logprobs", "n"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        DecodeConfig,
+        SweepConfig,
+        lambda **more: calls.stream_generate(None, None, None, "hi", **more),
+        lambda **more: calls.dflash_generate(None, None, [[1]], 8, None, 1.0, **more),
+        lambda **more: calls.Draft.spec_generate(None, None, [[1]], **more),
+    ],
+    ids=["DecodeConfig", "SweepConfig", "stream_generate", "dflash_generate", "spec_generate"],
+)
+def test_a_setting_that_nothing_honours_is_refused_by_its_name(call, name):
+    with pytest.raises(TypeError, match=name):
+        call(**{name: {7: 100.0}})

@@ -29,7 +29,9 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3 untied", "llama"])
+@pytest.fixture(
+    scope="module", params=["qwen3", pytest.param("qwen3 untied", marks=pytest.mark.slow), "llama"]
+)
 def toy(request, tmp_path_factory):
     kind, _, untied = request.param.partition(" ")
     return toy_models(tmp_path_factory.mktemp("toy"), kind=kind, tied=not untied)

@@ -81,6 +81,7 @@ def test_curves_and_card_come_from_the_run(trained):
     assert "--optimizer" not in card  # the usual one
 
 
+@pytest.mark.slow
 def test_a_second_run_repeats_nothing_and_gives_the_same_weights(trained, settings, tmp_path):
     folder, _ = trained
     again = replace(settings, out=str(tmp_path / "draft"), work=f"{settings.out}.work")
@@ -91,6 +92,7 @@ def test_a_second_run_repeats_nothing_and_gives_the_same_weights(trained, settin
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.slow
 def test_until_stops_after_a_stage(settings, tmp_path):
     short = replace(settings, out=str(tmp_path / "d"), until="answers")
     assert train_draft(short, lambda line: None) is None

@@ -352,7 +352,12 @@ class ScriptedModels:
         return self.sessions[-1]
 
     def library_generate(
-        self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int]
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: frozenset[int],
+        min_new_tokens: int = 0,
+        lookup: int | None = None,
     ) -> Generated:
         self.generated.append(tuple(prompt))
         began = time.perf_counter()
@@ -360,17 +365,34 @@ class ScriptedModels:
         tokens = [*prompt, self.target(prompt)]
         ttft = time.perf_counter() - began
         end = min(len(prompt) + max_new_tokens, self.context_limit)
-        while len(tokens) < end and tokens[-1] not in stop_tokens:
-            spend(self.verify_s)
+        least = len(prompt) + min_new_tokens
+        while len(tokens) < end and (tokens[-1] not in stop_tokens or len(tokens) < least):
+            spend(self.verify_s * (lookup is None))  # what is looked up comes for nothing
             tokens.append(self.target(tokens))
         total = time.perf_counter() - began
         return Generated(tokens=tuple(tokens[len(prompt) :]), ttft_s=ttft, total_s=total)
+
+    def anchors(self, prompt: Sequence[int], tokens: Sequence[int]) -> ScriptedText:
+        choices = [self.target([*prompt, *tokens[:n]]) for n in range(len(tokens))]
+        margins = [float(a != b) for a, b in zip(choices, tokens, strict=True)]
+        even = [1.0] * len(tokens)
+        return ScriptedText(choices=choices, margins=margins, leads=even, sizes=even)
 
     def peak_bytes(self) -> int | None:
         return None
 
     def describe(self) -> dict[str, Any]:
         return {"attention": "scripted", "threads": 1, "device": self.device, "gpu": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedText:
+    """A text that the scripted target has read: its choice is one logit above all others."""
+
+    choices: list[int]
+    margins: list[float]
+    leads: list[float]
+    sizes: list[float]
 
 
 class ScriptedSession:
