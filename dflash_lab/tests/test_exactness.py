@@ -138,16 +138,17 @@ def test_an_output_that_ends_too_early_is_a_mismatch(monkeypatch, short):
 
 
 def ruin_a_row(monkeypatch, backend):
-    """Wherever rows are taken back, what the first layer holds of the position before goes too."""
+    """Wherever rows are taken back, what the layers hold of the position before goes too."""
     session = {"torch": torch_session, "mlx": mlx_session}[backend]
     right = session.take_back
 
     def wrong(cache, tokens):
         right(cache, tokens)
         if backend == "torch":
-            layer = cache.layers[0]
             with torch.inference_mode():
-                layer.keys[:, :, layer.get_seq_length() - 1] = 0
+                for layer in cache.layers:
+                    layer.keys[:, :, layer.get_seq_length() - 1] = 0
+                    layer.values[:, :, layer.get_seq_length() - 1] = 0
         else:
             cache[0].keys[:, :, cache[0].offset - 1] = 0
 

@@ -89,6 +89,7 @@ def assert_as_live(pair, acceptance, size, window=None, policy=None, replayed=No
 # --- replay equals live decoding ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replay_is_live_decoding_at_every_size_and_window():
     """A quarter of the sizes a prompt, with half of the windows; over all prompts, every pair."""
     seen = set()

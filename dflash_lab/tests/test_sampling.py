@@ -475,6 +475,7 @@ assert states() == before
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_interleaved_sessions_and_threads_do_not_disturb_each_others_draws(pairs, qwen3_toy):
     pair, prompts = pairs["torch"], qwen3_toy.prompts[:2]
     configs = [
@@ -609,6 +610,7 @@ def test_a_draft_2_proposes_its_candidates_alone_and_weighs_them_to_1():
     assert decode(pair, prompts(1)[0], config).tokens
 
 
+@pytest.mark.slow
 def test_the_default_proposal_is_accepted_at_least_as_often_as_the_other():
     from dflash_lab.tests.variants import prompts, tiny
 

@@ -30,7 +30,12 @@ SCRIPTS = {
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3", pytest.param("qwen3 untied", marks=pytest.mark.slow), "llama"]
+    scope="module",
+    params=[
+        "qwen3",
+        pytest.param("qwen3 untied", marks=pytest.mark.slow),
+        pytest.param("llama", marks=pytest.mark.slow),
+    ],
 )
 def toy(request, tmp_path_factory):
     kind, _, untied = request.param.partition(" ")

@@ -70,7 +70,15 @@ def decoded(session, prompt, block_size, count=COUNT):
     return tuple(tokens[:count])
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = ("qwen2", "gemma3", "gpt_oss")  # one without sliding layers, two kinds that have some
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in FAMILIES
+    ],
+)
 def case(request):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -57,7 +57,7 @@ def test_every_text_is_the_targets_own_greedy_text_however_many_share_a_pass(
     assert writer.active == []
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3"])
+@pytest.mark.parametrize("kind", [pytest.param("gpt_oss", marks=pytest.mark.slow), "gemma3"])
 def test_texts_of_a_target_with_sliding_layers_are_its_greedy_texts(kind, tmp_path):
     toy = toy_models(tmp_path, kind=kind, prompts=3)
     texts = [Text(index=i, prompt_ids=ids[: 40 - 9 * i]) for i, ids in enumerate(toy.prompts)]
