@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ RAN: set[str] = set()  # backends that loaded a pair in this test run
 NETWORKS = [f"dflash_lab.backends.{path.stem}" for path in TESTS.parent.glob("backends/*_*.py")]
 install_import_hook([name for name in NETWORKS if "__" not in name], "beartype.beartype")
 install_import_hook("dflash_lab.train", "beartype.beartype")
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Toy drafts accept little; nobody needs to be warned of it."""
+    from dflash_lab.decoding import AcceptanceWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AcceptanceWarning)
+        yield
 
 
 @pytest.fixture(scope="session")

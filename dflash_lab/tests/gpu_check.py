@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from dflash_lab.backends.torch_session import TorchBlock, TorchSession, pick_device
+from dflash_lab.backends.torch_session import pick_device
 from dflash_lab.config import DecodeConfig
 from dflash_lab.costs import measure_costs
 from dflash_lab.decoding import decode
@@ -31,6 +31,7 @@ from dflash_lab.exactness import audited
 from dflash_lab.load import Pair, load_pair
 from dflash_lab.provenance import hardware, versions
 from dflash_lab.store import plain
+from dflash_lab.tests.told import told_sessions
 from dflash_lab.tests.toys import END, ORACLE, WRONG, byte_tokenizer, cut, noise, save_draft
 from dflash_lab.trace import Trace
 
@@ -92,23 +93,6 @@ def write_pair(shape: Shape, folder: Path, device: str) -> None:
     )
 
 
-class ToldSession(TorchSession):
-    """The real network runs and fills its caches, but a script says where its tokens are right."""
-
-    def follow(self, script: Callable[[int, int], bool], text: Sequence[int]) -> ToldSession:
-        self.script, self.text = script, text
-        return self
-
-    def draft(self, anchor: int, block_size: int) -> TorchBlock:
-        made = super().draft(anchor, block_size)
-        rows, tokens = self.target.embedding.weight.shape[0], [anchor]
-        for slot in range(1, block_size):
-            place = self.committed + slot
-            right = self.text[place] if place < len(self.text) else 0
-            tokens.append(right if self.script(place, slot) else (right + 1) % rows)
-        return TorchBlock(torch.tensor([tokens], device=self.target.device), made.finite)
-
-
 @dataclass(slots=True)
 class Findings:
     """Checks in the order in which they were made, written to a file after each."""
@@ -168,7 +152,8 @@ class DeviceCheck:
         own, labels, accepted = pair.models.session, [], set()
         for prompt, text in self.references(pair):
             for script in SCRIPTS.values():
-                pair.models.session = own if script is None else _told(pair, script, prompt, text)
+                told = script and told_sessions(pair, script, (*prompt, *text))
+                pair.models.session = told or own
                 for size in SIZES:
                     trace = decode(pair, prompt, self.config(block_size=size))
                     labels.append(_label(pair, trace, text))
@@ -244,17 +229,6 @@ class DeviceCheck:
 def _label(pair: Pair, trace: Trace, text: Sequence[int]) -> str:
     """What an audit calls a text; it is asked only about those that part from the reference."""
     return "equal" if trace.tokens == tuple(text) else audited(pair, "", trace, None).label
-
-
-def _told(
-    pair: Pair, script: Callable[[int, int], bool], prompt: Sequence[int], text: Sequence[int]
-) -> Callable[..., ToldSession]:
-    def session(window: int | None, speculate: bool, sampling: Any = None) -> ToldSession:
-        draft = pair.models.draft if speculate else None
-        made = ToldSession(pair.models.target, draft, window, sampling=sampling)
-        return made.follow(script, (*prompt, *text))
-
-    return session
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

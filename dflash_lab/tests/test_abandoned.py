@@ -1,22 +1,15 @@
 """A stream that its reader leaves, or closes from another thread, holds nothing of the target."""
 
 import threading
-import warnings
 
 import pytest
 
 from dflash_lab import DecodeConfig, decode, stream
-from dflash_lab.decoding import AcceptanceWarning
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CONFIG = DecodeConfig(block_size=4, max_new_tokens=8)
 LIMIT = 30  # seconds after which a thread counts as hanging
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
 
 
 def in_a_thread(work):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -13,23 +12,17 @@ from transformers import AutoConfig
 from dflash_lab import DecodeConfig, SweepConfig, decode, load_pair, open_run, sweep
 from dflash_lab.analyse import block_frame, cell_frame, prompt_frame
 from dflash_lab.config import PairSpec
-from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.prompts import load_prompts
 from dflash_lab.reports import report
 from dflash_lab.tests.test_torch_model import FORMS
 from dflash_lab.tests.toys import CONTEXT, HYBRIDS, WINDOW, save_draft, toy_target
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 WINDOWS = (None, 64, 16, 4)
 CASES = [(1, None), (2, None), (2, 4), (3, 16), (5, 64), (8, 16), (8, None), (16, 4), (16, 64)]
 OTHERS = [(size, w) for size in range(2, 17) for w in WINDOWS if (size, w) not in CASES]
 BUDGETS = [1, 2, 4, 32, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (8, 16))]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
 
 
 def both(toy):

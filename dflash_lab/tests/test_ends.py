@@ -1,12 +1,9 @@
 """Where an output ends and what its text is: tokens, usage, trace and stream agree."""
 
-import warnings
-
 import pytest
 
 from dflash_lab import DecodeConfig, decode
 from dflash_lab.calls import Draft, stream_generate
-from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.tests.toys import (
     ORACLE,
     ByteTokenizer,
@@ -18,16 +15,11 @@ from dflash_lab.tests.toys import (
 from dflash_lab.texts import StopStrings, stop_place, without_beginning
 from dflash_lab.tokens import live_trace
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 PROMPT = (1, 2)
 MIXED = "naïve 机器学习 한국어 🙂👩‍👩‍👧 ď"
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
 
 
 def saying(said, script=ORACLE, **settings):

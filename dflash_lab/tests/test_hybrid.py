@@ -5,7 +5,6 @@ What a state must be is told by the libraries' own caches, after a fresh prefill
 
 import functools
 import threading
-import warnings
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -26,11 +25,12 @@ from dflash_lab.backends import (
 )
 from dflash_lab.backends.mlx_session import MlxBlock, MlxSession
 from dflash_lab.backends.torch_session import TorchSession
-from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.tests.test_abandoned import check_that_an_abandoned_stream_disturbs_nobody
 from dflash_lab.tests.test_torch_target import Told, decoded
 from dflash_lab.tests.toys import HYBRIDS, ORACLE, WRONG, cut, noise, toy_models, toy_target
 from dflash_lab.train.generate import Writer
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 SCRIPTS = {
     "oracle": ORACLE,
@@ -107,13 +107,6 @@ class Mlx:
         cache = make_prompt_cache(target.model)
         logits = target.model(mx.array([ids]), cache=cache)
         return cls.held(cache), np.array(logits[0, -1])
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The batched anchor pass in MLX: beside torch on the same pair, and beside one block at a time."""
 
-import warnings
 from contextlib import closing
 from dataclasses import replace
 
@@ -11,12 +10,13 @@ from transformers import AutoConfig
 
 from dflash_lab import DecodeConfig, acceptance_map, decode, load_pair, replay_traces
 from dflash_lab.backends.mlx_anchors import read_anchors
-from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.policies import ConfidenceThreshold
 from dflash_lab.replay import InconsistentText, Text
 from dflash_lab.tests.test_torch_model import FORMS
 from dflash_lab.tests.toys import save_draft
 from dflash_lab.tests.variants import prompts, text
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 NEW = 14
 
@@ -26,13 +26,6 @@ def pairs():
     """The trained tiny pair in torch and in MLX."""
     settings = {"dtype": "float32", "device": "cpu"}
     return [load_pair("tiny", backend=name, **settings) for name in ("torch", "mlx")]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -21,7 +20,9 @@ from dflash_lab.backends import (
 from dflash_lab.backends.mlx_session import MlxBlock, MlxSession, pick_device, pick_dtype
 from dflash_lab.backends.mlx_target import spelled_for_mlx, take_back
 from dflash_lab.decoding import AcceptanceWarning
-from dflash_lab.tests.toys import ORACLE, WRONG, cut, noise
+from dflash_lab.tests.toys import ORACLE, WRONG, cut, noise, told_block
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 SCRIPTS = {"oracle": ORACLE, "wrong": WRONG, "cut 3": cut(3), "noise": noise(0.5)}
 
@@ -36,13 +37,6 @@ def pair(toy):
     return toy.load(backend="mlx")
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
-
-
 class ScriptedDraft(MlxSession):
     """A real session whose proposals come from a script instead of the network."""
 
@@ -52,11 +46,7 @@ class ScriptedDraft(MlxSession):
 
     def draft(self, anchor, block_size):
         made = super().draft(anchor, block_size)  # the network runs, its caches stay right
-        tokens = [anchor]
-        for slot in range(1, block_size):
-            place = self.committed + slot
-            right = self.text[place] if place < len(self.text) else 0
-            tokens.append(right if self.script(place, slot) else (right + 1) % 512)
+        tokens = told_block(self.script, self.text, anchor, self.committed, block_size)
         return MlxBlock(mx.array([tokens]), made.finite)
 
 

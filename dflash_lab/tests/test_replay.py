@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_lab import DecodeConfig, decode, load_pair, load_prompts, open_run
-from dflash_lab.decoding import AcceptanceWarning, BlockSizeWarning
+from dflash_lab.decoding import BlockSizeWarning
 from dflash_lab.policies import BackOff, ConfidenceThreshold, Fixed, SurvivalTimesCost
 from dflash_lab.replay import (
     AcceptanceMap,
@@ -37,15 +36,10 @@ from dflash_lab.tests.runs import write_run
 from dflash_lab.tests.toys import scripted_pair
 from dflash_lab.tests.variants import FORMS, prompts, text, tiny, variant
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 SIZES, WINDOWS = tuple(range(1, 17)), (None, 64, 16, 4)
 NEW = 16
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
 
 
 def texts(count=2, new=NEW):

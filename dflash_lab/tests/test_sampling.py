@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,10 +14,12 @@ import torch
 from dflash_lab import DecodeConfig, SweepConfig, calls, decode, stream, sweep
 from dflash_lab.accept import RULES, Verdict
 from dflash_lab.backends import mlx_sampling, torch_sampling
-from dflash_lab.decoding import AcceptanceWarning, run_blocks, sampling_of
+from dflash_lab.decoding import run_blocks, sampling_of
 from dflash_lab.sampling import ACCEPT, DRAFT, Sampling, uniforms
 from dflash_lab.tests.toys import greedy
 from dflash_lab.trace import DecodeRequest
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 DRAWS = 20_000
 LIKELY = 1e-4  # a right sampler is called wrong once in ten thousand times
@@ -46,13 +47,6 @@ BACKENDS = {
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return BACKENDS[request.param]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
 
 
 def table(seed, size=8):

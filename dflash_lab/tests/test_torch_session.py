@@ -1,7 +1,6 @@
 """The torch verbs on tiny models in float32, beside decoding that shares no code with them."""
 
 import threading
-import warnings
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from dflash_lab import DecodeConfig, decode, stream
 from dflash_lab.backends import torch_session, torch_target
 from dflash_lab.backends.torch_model import DraftNetwork
-from dflash_lab.backends.torch_session import TorchBlock, TorchSession, pick_device, pick_dtype
+from dflash_lab.backends.torch_session import TorchSession, pick_device, pick_dtype
 from dflash_lab.backends.torch_target import (
     LayerCache,
     TargetNotFinite,
@@ -19,7 +18,10 @@ from dflash_lab.backends.torch_target import (
 )
 from dflash_lab.checkpoint import MaskIdOutOfRange, WidthMismatch
 from dflash_lab.decoding import AcceptanceWarning
+from dflash_lab.tests.told import ToldSession, told_sessions
 from dflash_lab.tests.toys import ORACLE, WRONG, cut, draft_json, noise, toy_models
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 SCRIPTS = {
     "oracle": ORACLE,
@@ -47,36 +49,8 @@ def pair(toy):
     return toy.load()
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcceptanceWarning)
-        yield
-
-
-class ScriptedDraft(TorchSession):
-    """A real session whose proposals come from a script instead of the network."""
-
-    def follow(self, script, text):
-        self.script, self.text = script, text  # prompt and greedy continuation
-        return self
-
-    def draft(self, anchor, block_size):
-        made = super().draft(anchor, block_size)  # the network runs, its caches stay right
-        tokens = [anchor]
-        for slot in range(1, block_size):
-            place = self.committed + slot
-            right = self.text[place] if place < len(self.text) else 0
-            tokens.append(right if self.script(place, slot) else (right + 1) % 512)
-        return TorchBlock(torch.tensor([tokens]), made.finite)
-
-
 def scripted(monkeypatch, pair, script, text):
-    def session(draft_window, speculate):
-        draft = pair.models.draft if speculate else None
-        return ScriptedDraft(pair.models.target, draft, draft_window).follow(script, text)
-
-    monkeypatch.setattr(pair.models, "session", session)
+    monkeypatch.setattr(pair.models, "session", told_sessions(pair, script, text))
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
@@ -276,7 +250,7 @@ def test_draft_logits_after_every_block_equal_those_of_a_fresh_draft(
     prompt, text = toy.prompts[0], toy.greedy[0]
     whole = (*prompt, *text)
     models = pair.models
-    session = ScriptedDraft(models.target, models.draft, window).follow(cut(k), whole)
+    session = ToldSession(models.target, models.draft, window).follow(cut(k), whole)
     anchor = session.prefill(prompt)
     for _ in range(5):
         accepted = min(k, 7)

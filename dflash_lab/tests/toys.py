@@ -287,6 +287,18 @@ def noise(p: float, seed: int = 0) -> Script:
     return lambda position, slot: random.Random(f"{seed} {position} {slot}").random() < p
 
 
+def told_block(
+    script: Script, text: Sequence[int], anchor: int, committed: int, block_size: int
+) -> list[int]:
+    """A block after `committed` positions that is right where the script says; `text` is all."""
+    tokens = [anchor]
+    for slot in range(1, block_size):
+        place = committed + slot
+        right = text[place] if place < len(text) else 0
+        tokens.append(right if script(place, slot) else (right + 1) % VOCABULARY)
+    return tokens
+
+
 def hash_target(tokens: Sequence[int]) -> int:
     """The scripted target's next token: a hash of all tokens so far."""
     return zlib.crc32(json.dumps(list(tokens)).encode()) % VOCABULARY
