@@ -22,6 +22,7 @@ from dflash_lab.analyse import (
 )
 from dflash_lab.backends import LOOKUP
 from dflash_lab.benchmarking import Benchmark
+from dflash_lab.config import window_name
 from dflash_lab.recommendation import COMFORTABLE, LOW
 from dflash_lab.store import Cell, Run
 
@@ -194,8 +195,9 @@ def number(value: float) -> str:
     return f"{value:.2f}"
 
 
-def percent(value: float) -> str:
-    return f"{value:.0%}"
+def percent(value: float | None) -> str:
+    """Whole per cent."""
+    return "n/a" if value is None else f"{value:.0%}"
 
 
 def milliseconds(value: float) -> str:
@@ -206,10 +208,6 @@ def milliseconds(value: float) -> str:
 def megabytes(value: float | None) -> str:
     """Bytes in MB."""
     return "n/a" if value is None else f"{value / 1e6:.2f} MB"
-
-
-def window_name(window: int | None) -> str:
-    return "full" if window is None else str(window)
 
 
 # Sentences

@@ -14,7 +14,7 @@ from dflash_lab.load import Pair
 from dflash_lab.prompts import BUNDLED, Prompt, load_prompts
 from dflash_lab.scoring import check_answers, score_run
 from dflash_lab.store import Run
-from dflash_lab.sweeps import SweepProgress, sweep
+from dflash_lab.sweeps import SweepProgress, prompts_of, sweep
 
 SCORED = "gsm8k"  # the public set whose answers are numbers: judged unless asked not to
 
@@ -62,7 +62,7 @@ def benchmark_pair(
     config = SweepConfig(
         pair=spec, block_sizes=sizes or (1,), max_prompts=min(wanted, len(every)), **asked
     )
-    prompts = _drawn(config)
+    prompts = prompts_of(config)
     if score is None:
         score = source.partition("@")[0].partition("=")[0] == SCORED
     if score:
@@ -94,16 +94,6 @@ def benchmark_pair(
 def usual_folder(spec: PairSpec) -> Path:
     """Where the run of a pair lies if nobody names a folder."""
     return Path("results") / f"benchmark-{spec.name or Path(spec.draft).name}"
-
-
-def _drawn(config: SweepConfig) -> list[Prompt]:
-    return load_prompts(
-        config.prompts,
-        config.categories,
-        config.max_prompts,
-        random_state=config.random_state,
-        template=config.template,
-    )
 
 
 def _cells_of(run: Run, prompts: Sequence[Prompt]) -> list[str]:

@@ -1075,26 +1075,23 @@ class progress_bar:
 
 def print_cells(run: Any) -> None:
     """The cells of a run as a table, and why one of them stands for several sizes."""
-    from rich.console import Console
-    from rich.table import Table
-
     from dflash_lab.analyse import cell_frame, records
-    from dflash_lab.benchmark_text import lowered_lines
+    from dflash_lab.benchmark_text import lowered_lines, megabytes, percent
+    from dflash_lab.config import window_name
 
     heads = ("engine", "dtype", "block size", "window", "prompts", "new tokens", "tokens/s", "95 %")
     steered = any(cell.policy for cell in run.cells)
     heads = (*heads, "tau", "draft rate", "draft cache", "peak memory")
-    table = Table(*heads, *(("policy",) if steered else ()))
+    heads = (*heads, *(("policy",) if steered else ()))
     asked = {cell.id: cell.request for cell in run.cells}
-    for row in records(cell_frame(run)):
-        request = asked[row["cell"]]
-        table.add_row(
+    rows = [
+        (
             row["engine"],
             row["dtype"],
             str(row["block_size"]),
             "none" if row["block_size"] == 1 else window_name(row["draft_window"]),
-            f"{row['prompts']} of {request['prompts']['source']}",
-            f"up to {request['max_new_tokens']}",
+            f"{row['prompts']} of {asked[row['cell']]['prompts']['source']}",
+            f"up to {asked[row['cell']]['max_new_tokens']}",
             figure(row["tokens_per_s"]),
             span(row["tokens_per_s_low"], row["tokens_per_s_high"]),
             figure(row["tau"]),
@@ -1103,35 +1100,35 @@ def print_cells(run: Any) -> None:
             megabytes(row["peak_bytes"]),
             *((row["policy"] or "none",) if steered else ()),
         )
-    console = Console()
-    Console(width=None if console.is_terminal else WIDE).print(table)
+        for row in records(cell_frame(run))
+    ]
+    print_table(heads, rows)
     for line in lowered_lines(run.cells):
         typer.echo(line)
 
 
 def print_costs(table: Any) -> None:
     """A cost table, one line a shape, and the tau at which each breaks even."""
-    from rich.console import Console
-    from rich.table import Table
-
     from dflash_lab.analyse import records
+    from dflash_lab.config import window_name
 
     heads = ("context", "block size", "window", "ms a block", "quartiles", "draft", "verify")
-    shown = Table(*heads, "other", "breaks even at tau")
+    heads, rows = (*heads, "other", "breaks even at tau"), []
     for row in records(table.frame()):
         low, high = 1000 * row["total_s_low"], 1000 * row["total_s_high"]
         stages = (figure(1000 * row[name]) for name in ("draft_s", "verify_s", "other_s"))
-        shown.add_row(
-            str(row["context"]),
-            str(row["block_size"]),
-            "none" if row["block_size"] == 1 else window_name(row["draft_window"]),
-            figure(1000 * row["total_s"]),
-            f"{figure(low)} to {figure(high)}",
-            *stages,
-            figure(row["round_cost"]),
+        rows.append(
+            (
+                str(row["context"]),
+                str(row["block_size"]),
+                "none" if row["block_size"] == 1 else window_name(row["draft_window"]),
+                figure(1000 * row["total_s"]),
+                f"{figure(low)} to {figure(high)}",
+                *stages,
+                figure(row["round_cost"]),
+            )
         )
-    console = Console()
-    Console(width=None if console.is_terminal else WIDE).print(shown)
+    print_table(heads, rows)
 
 
 def print_sections(sections: Mapping[str, Sequence[Sequence[str]]]) -> None:
@@ -1192,20 +1189,6 @@ def end_sweep(run: Any) -> None:
         say(f"{count} cells are not finished; dflash-lab status {run.path} lists them.")
     if run.failed:
         fail(f"{len(run.failed)} cells failed; the reasons are in failed.json of each.")
-
-
-def window_name(window: int | None) -> str:
-    return "full" if window is None else str(window)
-
-
-def percent(share: float | None) -> str:
-    """Whole per cent, or n/a where nothing was drafted."""
-    return "n/a" if share is None else f"{share:.0%}"
-
-
-def megabytes(count: int | None) -> str:
-    """Bytes in MB, or n/a."""
-    return "n/a" if count is None else f"{count / 1e6:.2f} MB"
 
 
 def span(low: float | None, high: float | None) -> str:

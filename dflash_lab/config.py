@@ -79,6 +79,11 @@ def check_window(value: Any) -> int | None:
     return whole("draft_window", value, 1, "None lets the draft see everything committed.")
 
 
+def window_name(window: int | None) -> str:
+    """A draft window in words."""
+    return "full" if window is None else str(window)
+
+
 def check_shortest(config: Any) -> None:
     """Raise ValueError for a shortest output that is none or above the longest."""
     shortest = whole("min_new_tokens", config.min_new_tokens, 0, "0 lets an output end anywhere.")

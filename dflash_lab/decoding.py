@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from dflash_lab.accept import RULES, kept
-from dflash_lab.backends import Session
+from dflash_lab.backends import Generated, Session
 from dflash_lab.checkpoint import CheckpointError, DraftConfig
 from dflash_lab.config import BLOCK_SIZE_SOURCES, DecodeConfig, check_block_size
 from dflash_lab.load import Pair, PromptLike
@@ -220,6 +220,16 @@ def check_prompt(pair: Pair, ids: Sequence[int]) -> None:
             f"the prompt has {len(ids)} tokens, but the target's context holds {limit}, new tokens "
             "included. Shorten the prompt."
         )
+
+
+def library_decode(
+    pair: Pair, ids: Sequence[int], request: DecodeRequest, lookup: int | None = None
+) -> Generated:
+    """What the library's own generator makes of a prompt under the same ends."""
+    room = min(request.max_new_tokens, request.context_limit - len(ids))
+    return pair.models.library_generate(
+        ids, room, request.stop_tokens, request.min_new_tokens, lookup
+    )
 
 
 def stream(

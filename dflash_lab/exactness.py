@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_lab.backends import LIBRARIES
 from dflash_lab.config import DTYPES, DecodeConfig, PairSpec, one_of
-from dflash_lab.decoding import decode
+from dflash_lab.decoding import decode, library_decode
 from dflash_lab.load import Pair, load_spec, pair_spec
 from dflash_lab.prompts import Prompt, load_prompts
 from dflash_lab.provenance import ROOT, code_state
@@ -226,11 +226,7 @@ def reference_tokens(
     pair: Pair, prompt_ids: Sequence[int], request: DecodeRequest
 ) -> tuple[int, ...]:
     """What the library's own generator makes of a prompt under the same ends."""
-    room = min(request.max_new_tokens, request.context_limit - len(prompt_ids))
-    made = pair.models.library_generate(
-        prompt_ids, room, request.stop_tokens, request.min_new_tokens
-    )
-    return tuple(made.tokens)
+    return tuple(library_decode(pair, prompt_ids, request).tokens)
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import RLock, Timer
 from typing import Any
 
+from dflash_lab.config import window_name
 from dflash_lab.costs import CostTable
 from dflash_lab.panels import (
     FIRST,
@@ -24,7 +25,6 @@ from dflash_lab.panels import (
     facts_html,
     place_name,
     tasks,
-    window_name,
     window_order,
 )
 from dflash_lab.scaling import WhatIf

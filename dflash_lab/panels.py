@@ -115,10 +115,6 @@ def _distance(asked: Place, other: Place) -> tuple[bool, float, int]:
     return (other[1] != asked[1], ratio, other[0])
 
 
-def window_name(window: int | None) -> str:
-    return "full" if window is None else str(window)
-
-
 def place_name(block_size: int, draft_window: int | None) -> str:
     if block_size == 1:
         return "block size 1, plain decoding"

@@ -577,6 +577,10 @@ class Cell:
         told = self.request.get("policy")
         return None if told is None else f"{told['name']} {told['version']}"
 
+    def asked(self, names: Iterable[str]) -> str:
+        """What it asked for under these names, as one text: the same for cells that are alike."""
+        return canonical([self.request.get(name) for name in names])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedCell:

@@ -21,6 +21,7 @@ from dflash_lab.decoding import (
     check_prompt,
     decode,
     finish_reason,
+    library_decode,
     resolve_request,
     silence,
 )
@@ -163,13 +164,7 @@ def sweep(
         check_greedy(config)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; a run is a folder. Name another.")
-    prompts = load_prompts(
-        config.prompts,
-        config.categories,
-        config.max_prompts,
-        random_state=config.random_state,
-        template=config.template,
-    )
+    prompts = prompts_of(config)
     pairs = Pairs(config, pair, show)
     plans = plan_cells(config, pairs, prompts)
     with clear_when_full(out):
@@ -180,6 +175,17 @@ def sweep(
     if audit and not should_stop():
         audit_run(open_run(out), config, pairs, prompts, show)
     return open_run(out)
+
+
+def prompts_of(config: SweepConfig) -> list[Prompt]:
+    """The prompts that a sweep decodes, in order."""
+    return load_prompts(
+        config.prompts,
+        config.categories,
+        config.max_prompts,
+        random_state=config.random_state,
+        template=config.template,
+    )
 
 
 def audit_run(
@@ -779,11 +785,8 @@ def library_line(
     request = resolve_request(pair, plan.decode)
     ids = pair.encode(prompt, config.chat, config.thinking).ids
     check_prompt(pair, ids)
-    room = min(request.max_new_tokens, request.context_limit - len(ids))
     pair.models.peak_bytes()
-    made = pair.models.library_generate(
-        *(ids, room, request.stop_tokens, request.min_new_tokens), plan.request.get("lookup")
-    )
+    made = library_decode(pair, ids, request, plan.request.get("lookup"))
     return {
         "prompt": {
             **keys,

@@ -19,7 +19,7 @@ from dflash_lab.analyse.resampling import draw_prompts, ends, intervals, ratio
 from dflash_lab.analyse.sums import Sums, prompt_sums
 from dflash_lab.backends import LIBRARIES, LOOKUP
 from dflash_lab.scoring import CHECK, right_of
-from dflash_lab.store import Cell, Run, canonical
+from dflash_lab.store import Cell, Run
 
 # Of figures that `cell_frame` gives without an interval: what is summed above the line and below.
 MORE_RATES = {
@@ -40,8 +40,7 @@ def kinds(run: Run) -> list[Run]:
     """The run in parts whose cells compare: same prompts, limits, sampling, machine and target."""
     parts: dict[str, list[Cell]] = {}
     for cell in run.cells:
-        kind = canonical([cell.request.get(name) for name in COMPARABLE])
-        parts.setdefault(kind, []).append(cell)
+        parts.setdefault(cell.asked(COMPARABLE), []).append(cell)
     return [replace(run, cells=tuple(cells)) for cells in parts.values()]
 
 
@@ -56,7 +55,8 @@ def benchmark_frame(run: Run, resamples: int = 2000, seed: int = 0) -> pd.DataFr
     missing.
     """
     frame = cell_frame(run, resamples, seed).set_index("cell")
-    sums = _judged(run, prompt_sums(run))
+    counted = prompt_sums(run)
+    sums = _judged(run, counted)
     draws = draw_prompts(len(sums.prompts), resamples, seed)
     ids = [cell.id for cell in sums.cells]
     for name, (above, below) in MORE_RATES.items():
@@ -68,7 +68,7 @@ def benchmark_frame(run: Run, resamples: int = 2000, seed: int = 0) -> pd.DataFr
     for column, values in _waits_and_peaks(run, sums, draws).items():
         frame[column] = pd.Series(values, ids)
     for column, engines in BASELINES.items():
-        _add_speedups(frame, run, column, engines, resamples, seed)
+        _add_speedups(frame, run, counted, column, engines, resamples, seed)
     return frame.reset_index()
 
 
@@ -132,6 +132,7 @@ def baseline(run: Run, engines: tuple[str, ...], dtype: str) -> Cell | None:
 def _add_speedups(
     frame: pd.DataFrame,
     run: Run,
+    sums: Sums,
     column: str,
     engines: tuple[str, ...],
     resamples: int,
@@ -144,7 +145,7 @@ def _add_speedups(
         base = baseline(run, engines, dtype)
         if base is None:
             continue
-        paired = paired_frame(run, base.id, resamples, seed).set_index("cell")
+        paired = paired_frame(run, base.id, resamples, seed, sums).set_index("cell")
         rows = frame.index[frame["dtype"] == dtype]
         for name, source in zip(names, ("speedup", "speedup_low", "speedup_high"), strict=True):
             frame.loc[rows, name] = paired.loc[rows, source].astype(float)

@@ -11,7 +11,7 @@ import pandas as pd
 from dflash_lab.analyse.frames import RATES
 from dflash_lab.analyse.resampling import draw_prompts, ends, ratio
 from dflash_lab.analyse.sums import Sums, prompt_sums
-from dflash_lab.store import Cell, Run, canonical
+from dflash_lab.store import Cell, Run
 
 # What a cell of one run and one of the other must have in common to be a pair.
 PAIRED_BY = (
@@ -26,15 +26,11 @@ def run_pairs(one: Run, other: Run) -> list[tuple[Cell, Cell]]:
     """Cells of both runs that asked for the same, the first of its kind from each, in order."""
     theirs: dict[str, Cell] = {}
     for cell in other.cells:
-        theirs.setdefault(_kind(cell), cell)
+        theirs.setdefault(cell.asked(PAIRED_BY), cell)
     ours: dict[str, Cell] = {}
     for cell in one.cells:
-        ours.setdefault(_kind(cell), cell)
+        ours.setdefault(cell.asked(PAIRED_BY), cell)
     return [(cell, theirs[kind]) for kind, cell in ours.items() if kind in theirs]
-
-
-def _kind(cell: Cell) -> str:
-    return canonical([cell.request.get(name) for name in PAIRED_BY])
 
 
 def diff_frame(one: Run, other: Run, resamples: int = 2000, seed: int = 0) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from dflash_lab.analyse.resampling import draw_prompts, ends, ratio
 from dflash_lab.analyse.sums import Sums, prompt_sums
 from dflash_lab.backends import LOOKUP
 from dflash_lab.config import one_of
-from dflash_lab.store import Cell, Run, canonical
+from dflash_lab.store import Cell, Run
 
 # What two cells must have in common before one may be called faster than the other.
 COMPARABLE = (
@@ -184,7 +184,8 @@ def contest(
     """The cells of a run that compete, over the prompts that all of them hold."""
     one_of("objective", objective, tuple(OBJECTIVES))
     drafting = drafting_cells(run)
-    mates = [cell for cell in run.cells if cell.block_size == 1 and _compare(cell, drafting[0])]
+    kind = drafting[0].asked(COMPARABLE)
+    mates = [cell for cell in run.cells if cell.block_size == 1 and cell.asked(COMPARABLE) == kind]
     plain = [cell for cell in mates if cell.engine == OWN]
     same = [cell for cell in plain if cell.dtype == drafting[0].dtype]
     library = [cell for cell in mates if cell.engine not in (OWN, LOOKUP)]
@@ -268,10 +269,6 @@ def _value(cell: Cell, name: str) -> str:
     return f"{value['count']} of {value['source']}" if name == "prompts" else str(value)
 
 
-def _compare(cell: Cell, other: Cell) -> bool:
-    return all(cell.request.get(name) == other.request.get(name) for name in COMPARABLE)
-
-
 def comparable(run: Run) -> Run:
     """The largest part of a run whose cells may stand in one figure.
 
@@ -283,8 +280,8 @@ def comparable(run: Run) -> Run:
     for cell in run.cells:
         if cell.policy is not None:
             continue
-        kind = canonical([cell.request.get(name) for name in COMPARABLE])
-        alike.setdefault(kind, {}).setdefault(cell.request["draft_sha"], []).append(cell)
+        by_draft = alike.setdefault(cell.asked(COMPARABLE), {})
+        by_draft.setdefault(cell.request["draft_sha"], []).append(cell)
     parts = [
         {cell.id for cell in (*cells, *by_draft.get(None, ()))}
         for by_draft in alike.values()

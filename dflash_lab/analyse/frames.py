@@ -345,21 +345,25 @@ def _length_rows(cell: Cell, counts: np.ndarray) -> list[dict[str, Any]]:
 
 
 def paired_frame(
-    run: Run, against: str | None = None, resamples: int = 2000, seed: int = 0
+    run: Run,
+    against: str | None = None,
+    resamples: int = 2000,
+    seed: int = 0,
+    sums: Sums | None = None,
 ) -> pd.DataFrame:
     """One row a cell: how it differs from another one on the prompts that both hold.
 
     `speedup` is the ratio of the two decode throughputs, `tau_difference` this tau less the other
     one's; both inside the same resamples, which takes away most of what prompts differ by.
-    `against` is a cell's id, else the first plain cell of our own loop. Raises ValueError where
-    hardware classes or timing modes would be mixed.
+    `against` is a cell's id, else the first plain cell of our own loop; `sums` are the run's where
+    they are at hand. Raises ValueError where hardware classes or timing modes would be mixed.
     """
     names = sorted({(cell.hardware, cell.request["timing"]) for cell in run.cells})
     if len(names) > 1:
         told = "; ".join(f"{hardware} in timing mode {timing}" for hardware, timing in names)
         raise ValueError(f"times of several kinds do not compare: {told}. Take one by run.select.")
     other = _baseline(run) if against is None else run.cell(against)
-    sums = prompt_sums(run)
+    sums = prompt_sums(run) if sums is None else sums
     base = next(place for place, cell in enumerate(sums.cells) if cell.id == other.id)
     rows = [_paired_row(sums, place, base, resamples, seed) for place in range(len(sums.cells))]
     return _rows_frame(rows, PAIRED_COLUMNS)

@@ -102,12 +102,11 @@ class Material:
     @property
     def steered(self) -> pd.DataFrame:
         """Cells that ran under a policy beside those of a fixed size; empty without a policy."""
-        like = self.run.cells[0].request
+        kind = self.run.cells[0].asked(COMPARABLE)
         cells = [
             cell
             for cell in self.whole.cells
-            if cell.policy is not None
-            and all(cell.request.get(name) == like.get(name) for name in COMPARABLE)
+            if cell.policy is not None and cell.asked(COMPARABLE) == kind
         ]
         if not cells:
             return pd.DataFrame()

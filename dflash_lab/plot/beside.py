@@ -16,6 +16,7 @@ from dflash_lab.plot.curves import (
     curve_words,
     curves_of,
     draw_curve,
+    draw_dashed,
 )
 from dflash_lab.plot.style import (
     INK,
@@ -89,11 +90,9 @@ def _draw_both(axes: Axes, curve: Curve) -> list[EndLabel]:
     measured = draw_curve(
         axes, replace(curve, look=curve.look | {"linestyle": ""}), "tokens_per_s", None
     )
-    xs, ys = ([row[name] for row in curve.rows] for name in ("x", "predicted_tokens_per_s"))
-    dashed = {"linestyle": OWN_DASH, "linewidth": 1.3}
-    axes.plot(xs, ys, color=curve.look["color"], **dashed)
     name = f"predicted, {curve.label}"
-    return [measured, replace(measured, text=name, x=xs[-1], y=ys[-1], look=dashed)]
+    column = "predicted_tokens_per_s"
+    return [measured, draw_dashed(axes, curve, column, measured, name, 1.3)]
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

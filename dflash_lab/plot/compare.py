@@ -19,6 +19,7 @@ from dflash_lab.plot.curves import (
     curve_words,
     curves_of,
     draw_curve,
+    draw_dashed,
 )
 from dflash_lab.plot.style import (
     INK,
@@ -167,11 +168,8 @@ def break_even(frame: pd.DataFrame) -> Picture:
     for curve, name in zip(curves, names, strict=True):
         label = draw_curve(axes, curve, "tau", None)
         labels.append(replace(label, text=name))
-        xs, ys = ([row[key] for row in curve.rows] for key in ("x", "round_cost"))
-        axes.plot(xs, ys, color=curve.look["color"], linewidth=1.2, linestyle=OWN_DASH)
         needed = f"needed, {curve.label}"
-        dashed = {"linestyle": OWN_DASH, "linewidth": 1.2}
-        labels.append(replace(label, text=needed, x=xs[-1], y=ys[-1], look=dashed))
+        labels.append(draw_dashed(axes, curve, "round_cost", label, needed, 1.2))
     axes.set_ylim(bottom=1)
     axes.set_ylabel("tokens per block")
     axes.set_title("Tau, and the tau at which a block pays for itself")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -167,6 +167,16 @@ def draw_curve(
     return EndLabel(
         x=xs[-1], y=values[-1], text=curve.label, color=look["color"], strong=strong, look=told
     )
+
+
+def draw_dashed(
+    axes: Axes, curve: Curve, name: str, beside: EndLabel, text: str, width: float
+) -> EndLabel:
+    """Another column of a curve's rows, dashed in its colour; labelled as `beside` is."""
+    xs, ys = ([row[key] for row in curve.rows] for key in ("x", name))
+    dashed = {"linestyle": OWN_DASH, "linewidth": width}
+    axes.plot(xs, ys, color=curve.look["color"], **dashed)
+    return replace(beside, text=text, x=xs[-1], y=ys[-1], look=dashed)
 
 
 def draw_plain(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -12,7 +13,7 @@ from markupsafe import Markup
 
 from dflash_lab.reports.content import content
 from dflash_lab.reports.differences import Difference, compare, difference_content
-from dflash_lab.reports.notebooks import body, executed, read_parameters, temporary, title_of
+from dflash_lab.reports.notebooks import body, executed, read_parameters, title_of
 from dflash_lab.store import Run, open_run, to_json, write_atomic
 from dflash_lab.viewer import script, viewer_styles
 
@@ -66,7 +67,7 @@ def export_notebook(
     """
     path, given = Path(notebook), dict(parameters or {})
     target = Path(f"{path.stem}.html") if out is None else Path(out)
-    with temporary() as folder:
+    with TemporaryDirectory(prefix="dflash-lab-") as folder:
         made = body(executed(path, given, Path(folder)))
     text = filled(
         "notebook.html.j2",

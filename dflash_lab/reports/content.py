@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from dflash_lab.analyse import Choice, drift, records
+from dflash_lab.config import window_name
 from dflash_lab.exactness import read_audits
 from dflash_lab.panels import (
     Answer,
@@ -17,7 +18,6 @@ from dflash_lab.panels import (
     facts,
     facts_html,
     place_name,
-    window_name,
     written,
 )
 from dflash_lab.reports.gallery import gallery

@@ -123,8 +123,7 @@ def _race(runs: list[Run], frame: pd.DataFrame, names: tuple[str, str]) -> Image
         for name, run, cell in zip(names, runs, cells, strict=True)
     }
     picture = plot.race(ways, f"{prompt}, block size {row['block_size']}, in both runs")
-    with plot.DRAWING:
-        return to_image(picture, "race")
+    return to_image(picture, "race")
 
 
 COLUMNS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_lab import plot
 from dflash_lab.figures import FIGURES, Drawn, Material, NothingToDraw
 from dflash_lab.panels import Panels, to_image
 from dflash_lab.store import Run
@@ -42,6 +41,5 @@ def shown(name: str, drawn: Drawn) -> dict[str, Any]:
 
     Title and notes stand in the picture; `name` is that of the file `dflash-lab figures` writes.
     """
-    with plot.DRAWING:
-        picture = to_image(drawn.figure, name)
+    picture = to_image(drawn.figure, name)
     return {"picture": picture, "caption": WHY.get(name, f"Figure {name}."), "cells": drawn.cells}

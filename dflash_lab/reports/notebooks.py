@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,3 @@ def title_of(path: Path, page: str) -> str:
     """The first heading; the file's name where there is none."""
     found = re.search(r"<h1[^>]*>(.*?)(?:<a\b|</h1>)", page, re.DOTALL)
     return re.sub(r"<[^>]+>", "", found[1]).strip() if found else path.stem
-
-
-def temporary() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="dflash-lab-")

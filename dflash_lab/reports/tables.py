@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_lab.analyse import OWN
-from dflash_lab.panels import window_name, with_interval, written
+from dflash_lab.config import window_name
+from dflash_lab.panels import with_interval, written
 
 
 def said(value: Any) -> str:
