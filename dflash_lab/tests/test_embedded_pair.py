@@ -91,10 +91,10 @@ def test_the_manifest_and_the_answers_are_those_of_the_data_it_names():
     rows = imported_rows(Path(DATASETS) / "smollm2-selfgen" / "greedy-256.jsonl.gz", tokenizer)
     _, counts = usable(rows, tokenizer, forbidden)
     assert counts.ngrams == manifest()
-    assert (counts.used, counts.answer_tokens) == (
-        training()["rows_used"],
-        training()["answer_tokens"],
-    )
+    # The draft was trained before prompts that differ by a comma alone counted as the same.
+    assert counts.used + counts.duplicates == training()["rows_used"]
+    assert counts.duplicates == 2
+    assert 0 < training()["answer_tokens"] - counts.answer_tokens <= 2 * 256
 
 
 @pytest.mark.slow

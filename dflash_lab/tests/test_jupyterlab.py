@@ -346,7 +346,7 @@ def test_the_live_panel_starts_writes_and_stops(shown, panel):
     panel.get_by_text(re.compile(r"Stopped after \d+ tokens in \d+ blocks")).wait_for()
     assert run.is_enabled() and stop.is_disabled()
     assert "plain decoding" in panel.locator(".dl-race").inner_text()
-    assert panel.locator(".dl-notes", has_text="Stopped before its end.").is_visible()
+    panel.locator(".dl-notes", has_text="Stopped before its end.").wait_for()
 
 
 @pytest.mark.parametrize("text", [*HOSTILE[:2], "$x$", "<think>", "\u05e9\u05dc\u05d5\u05dd"])
