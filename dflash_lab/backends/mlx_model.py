@@ -7,6 +7,7 @@ decoding runs with one of each, replay with many. So there is one network and on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -246,9 +247,8 @@ class Layer(nn.Module):
         visible: Bool[Array, "seq anchors width context"] | None,
         within: Bool[Array, "width width"] | None,
     ) -> Float[Array, "seq anchors width hidden"]:
-        def attend_rows(rows: Array) -> Array:
-            return self.self_attn(rows, context, rotation, visible, within)
-
+        seen = {"context": context, "rotation": rotation, "visible": visible, "within": within}
+        attend_rows = partial(self.self_attn, **seen)
         x = x + surround(self.attention_conv, self.input_layernorm(x), attend_rows)
         return x + surround(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 

@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,27 +147,25 @@ def captured(layers: list[nn.Module], taps: Sequence[int]) -> Iterator[Any]:
     """
     outputs: dict[int, Array] = {}
 
-    def keep(tap: int) -> Callable[[Array, Any], None]:
-        def show(x: Array, output: Any) -> None:
-            outputs[tap] = output[0] if isinstance(output, tuple) else output
-
-        return show
-
-    with watched(layers, {tap: keep(tap) for tap in taps}):
+    with watched(layers, {tap: partial(_keep, outputs, tap) for tap in taps}):
         yield lambda: mx.concatenate([outputs[tap] for tap in taps], axis=-1)
+
+
+def _keep(outputs: dict[int, Array], tap: int, x: Array, output: Any) -> None:
+    outputs[tap] = output[0] if isinstance(output, tuple) else output
 
 
 @contextmanager
 def remembered(layers: list[nn.Module | Watched], cache: Parts) -> Iterator[None]:
     """Let the recurrent parts of a cache know how their step begins."""
-
-    def keep(part: RecurrentCache) -> Callable[[Array, Any], None]:
-        before = list(part.cache)
-        return lambda x, output: part.begin(x, before)
-
     parts = {n: part for n, part in enumerate(cache) if isinstance(part, RecurrentCache)}
-    with watched(layers, {number: keep(part) for number, part in parts.items()}):
+    shows = {n: partial(_begin, part, list(part.cache)) for n, part in parts.items()}
+    with watched(layers, shows):
         yield
+
+
+def _begin(part: RecurrentCache, before: list[Any], x: Array, output: Any) -> None:
+    part.begin(x, before)
 
 
 def let_stay(cache: Parts) -> None:

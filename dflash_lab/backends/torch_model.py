@@ -7,7 +7,7 @@ decoding runs with one of each, training and replay with many. So there is one n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -246,9 +246,8 @@ class Layer(nn.Module):
         visible: Bool[Tensor, "seq anchors width context"] | None,
         within: Bool[Tensor, "width width"] | None,
     ) -> Float[Tensor, "seq anchors width hidden"]:
-        def attend_rows(rows: Tensor) -> Tensor:
-            return self.self_attn(rows, context, rotation, visible, within)
-
+        seen = {"context": context, "rotation": rotation, "visible": visible, "within": within}
+        attend_rows = partial(self.self_attn, **seen)
         x = x + surround(self.attention_conv, self.input_layernorm(x), attend_rows)
         return x + surround(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 

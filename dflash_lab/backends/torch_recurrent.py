@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,18 +106,23 @@ def remembered(cache: Cache, all_stay: bool) -> Iterator[None]:
     Where all rows stay, as those of a prompt do, nothing is kept of them.
     """
 
-    def begin(layer: RecurrentCache) -> Any:
-        def hook(net: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            layer.begin(None if all_stay else named.get("hidden_states", *args[:1]))
-
-        return hook
-
     layers = [layer for layer in cache.layers if isinstance(layer, RecurrentCache)]
     handles = [
-        layer.net.register_forward_pre_hook(begin(layer), with_kwargs=True) for layer in layers
+        layer.net.register_forward_pre_hook(partial(_begin, layer, all_stay), with_kwargs=True)
+        for layer in layers
     ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _begin(
+    layer: RecurrentCache,
+    all_stay: bool,
+    net: nn.Module,
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+) -> None:
+    layer.begin(None if all_stay else named.get("hidden_states", *args[:1]))

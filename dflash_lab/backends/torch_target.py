@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +139,16 @@ def captured(layers: nn.ModuleList, taps: Sequence[int]) -> Iterator[Any]:
     """
     outputs: dict[int, Tensor] = {}
 
-    def keep(tap: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[tap] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    handles = [layers[tap].register_forward_hook(keep(tap)) for tap in taps]
+    handles = [layers[tap].register_forward_hook(partial(_keep, outputs, tap)) for tap in taps]
     try:
         yield lambda: torch.cat([outputs[tap] for tap in taps], dim=-1)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _keep(outputs: dict[int, Tensor], tap: int, module: nn.Module, args: Any, output: Any) -> None:
+    outputs[tap] = output[0] if isinstance(output, tuple) else output
 
 
 class LayerCache(CacheLayerMixin):

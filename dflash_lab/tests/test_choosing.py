@@ -90,6 +90,7 @@ def copied(folder, tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_the_guides_session_on_the_tiny_pair(say, tmp_path):
     rows = [f'{{"question": "What is {n} and {n}?", "answer": "#### {2 * n}"}}' for n in range(5)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

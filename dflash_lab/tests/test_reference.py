@@ -33,6 +33,7 @@ def test_the_reference_run_is_the_demos(run):
     assert not any(made.count("mismatch") for made in read_audits(run))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     matplotlib.__version__ != MATPLOTLIB,
     reason=f"the figures were drawn by matplotlib {MATPLOTLIB}",

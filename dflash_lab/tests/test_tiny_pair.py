@@ -60,6 +60,7 @@ def test_the_pair_goes_by_its_name_and_by_the_folder_of_its_draft(pair):
     assert TARGETS["tiny"].is_dir() and pair.models.context_limit >= 2048
 
 
+@pytest.mark.slow
 def test_decoding_says_what_the_target_says_alone_and_accepts_what_the_walk_does(pair, made, ids):
     config, accepted = DecodeConfig(block_size=8, max_new_tokens=LONGEST), []
     for prompt, alone in list(zip(ids, made.answers, strict=True))[:3]:
@@ -69,6 +70,7 @@ def test_decoding_says_what_the_target_says_alone_and_accepts_what_the_walk_does
     assert accepted == made.accepted[8, None][: len(accepted)]
 
 
+@pytest.mark.slow
 def test_acceptance_at_block_size_8_is_alive_and_survival_falls(made):
     accepted = made.accepted[8, None]
     survival = [sum(count >= k for count in accepted) / len(accepted) for k in range(1, 8)]
@@ -76,11 +78,13 @@ def test_acceptance_at_block_size_8_is_alive_and_survival_falls(made):
     assert all(later < earlier for earlier, later in itertools.pairwise([1.0, *survival]))
 
 
+@pytest.mark.slow
 def test_a_wider_window_brings_a_longer_acceptance(made):
     taus = [made.tau(8, window) for window in WINDOWS]
     assert all(wide - narrow > 0.1 for narrow, wide in itertools.pairwise(taus))
 
 
+@pytest.mark.slow
 def test_the_card_tells_what_is_measured(made):
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     told = re.findall(r"\d\.\d\d", card.partition("draft window at block size 8")[2])
@@ -88,6 +92,7 @@ def test_the_card_tells_what_is_measured(made):
     assert [float(number) for number in told] == pytest.approx(taus, abs=0.02)
 
 
+@pytest.mark.slow
 def test_near_ties_are_as_good_as_none(pair, made, ids):
     gaps = []
     for prompt, tokens in zip(ids, made.answers, strict=True):
@@ -98,12 +103,14 @@ def test_near_ties_are_as_good_as_none(pair, made, ids):
     assert (torch.cat(gaps) < NEAR_TIE).float().mean() < 1e-3
 
 
+@pytest.mark.slow
 def test_answers_end_by_themselves_do_not_loop_and_differ(made):
     assert all(tokens[-1] == END and len(tokens) >= 40 for tokens in made.answers)
     assert sum(repetition(tokens).looped for tokens in made.answers) <= 2
     assert len(set(made.answers)) >= 22
 
 
+@pytest.mark.slow
 def test_answers_are_in_the_language_and_mostly_the_one_that_belongs_to_the_prompt(pair, made, ids):
     texts = [pair.text(tokens) for tokens in made.answers]
     for text in texts:

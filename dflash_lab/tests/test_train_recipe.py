@@ -49,6 +49,7 @@ def trained(settings):
     return folder, lines
 
 
+@pytest.mark.slow
 def test_the_draft_loads_and_decodes_with_its_target(trained, llama_toy):
     folder, _ = trained
     pair = load_pair(target=llama_toy.target, draft=folder, dtype="float32", device="cpu")
@@ -56,6 +57,7 @@ def test_the_draft_loads_and_decodes_with_its_target(trained, llama_toy):
     assert len(pair.draft_config.layer_windows) == 1
 
 
+@pytest.mark.slow
 def test_every_stage_says_first_how_long_and_how_much_disk(trained):
     _, lines = trained
     for number, stage in enumerate(("prompts", "answers", "features", "fit"), start=1):
@@ -63,6 +65,7 @@ def test_every_stage_says_first_how_long_and_how_much_disk(trained):
         assert len(told) == 1 and " min and " in told[0] and " MB in " in told[0]
 
 
+@pytest.mark.slow
 def test_curves_and_card_come_from_the_run(trained):
     folder, _ = trained
     curve = pd.read_parquet(folder / "curve.parquet")
@@ -126,6 +129,7 @@ def test_too_little_disk_is_told_before_anything_is_written(settings, tmp_path, 
         train_draft(replace(settings, out=str(tmp_path / "d")), lambda line: None)
 
 
+@pytest.mark.slow
 def test_another_targets_work_is_refused(settings, trained, qwen3_toy):
     other = replace(settings, target=str(qwen3_toy.target))
     with pytest.raises(ValueError, match="work for another target"):
