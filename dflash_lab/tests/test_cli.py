@@ -33,7 +33,7 @@ def call(monkeypatch, capsys):
     """Run a command in this process on a scripted pair; its exit code, stdout and stderr."""
     pair = scripted_pair(cut(3), block_size=8)
     monkeypatch.setattr("dflash_lab.load.load_spec", lambda spec, progress=None: pair)
-    monkeypatch.setattr("dflash_lab.sweeps.load_spec", lambda spec, progress=None: pair)
+    monkeypatch.setattr("dflash_lab.sweeps.pairs.load_spec", lambda spec, progress=None: pair)
     monkeypatch.delenv("DFLASH_BLOCK_SIZE", raising=False)
 
     def main(*arguments):
@@ -94,7 +94,7 @@ def test_flags_go_before_a_sweep_file_and_the_rest_of_it_holds(call, monkeypatch
     loaded = []
     scripted = load.load_spec(None)
     monkeypatch.setattr(
-        "dflash_lab.sweeps.load_spec", lambda spec, say=None: (loaded.append(spec), scripted)[1]
+        "dflash_lab.sweeps.pairs.load_spec", lambda spec, say=None: (loaded.append(spec), scripted)[1]
     )
     made = tmp_path / "sweep.toml"
     made.write_text(

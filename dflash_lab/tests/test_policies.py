@@ -363,7 +363,7 @@ def test_the_command_line_sweeps_policies_beside_blocks_of_one_size(
     tmp_path, prompt_file, monkeypatch, capsys
 ):
     pair = telling_pair(cut(6))
-    monkeypatch.setattr("dflash_lab.sweeps.load_spec", lambda spec, progress=None: pair)
+    monkeypatch.setattr("dflash_lab.sweeps.pairs.load_spec", lambda spec, progress=None: pair)
     costs = write_costs(table({size: 1 + 0.1 * size for size in range(1, 9)}), tmp_path / "c.json")
     asked = ["--policy", "confidence:threshold=0.5", "--policy", "survival", "--costs", str(costs)]
     given = ["--prompts", prompt_file, "--block-sizes", "8", "--max-new-tokens", "9"]

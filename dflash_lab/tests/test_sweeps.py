@@ -421,7 +421,7 @@ def other_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         loaded.append(spec.dtype)
         return scripted_pair(noise(0.6), dtype=spec.dtype)
 
-    monkeypatch.setattr(sweeps, "load_spec", load)
+    monkeypatch.setattr(sweeps.pairs, "load_spec", load)
     return loaded
 
 
@@ -533,7 +533,7 @@ def test_a_dtype_that_cannot_be_loaded_fails_its_cells_alone(tmp_path, prompts, 
     def load(*_: Any) -> Pair:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(sweeps, "load_spec", load)
+    monkeypatch.setattr(sweeps.pairs, "load_spec", load)
     run = sweep(small(prompts, plain_dtypes=("bfloat16",)), tmp_path / "run", pair=calm())
     assert len(run.cells) == 4
     assert [cell.error for cell in run.failed] == ["RuntimeError: out of memory"]
