@@ -33,7 +33,7 @@ class Bench:
             self.loads += 1
             return pair
 
-        for home in ("load", "sweeps"):
+        for home in ("load", "sweeps.pairs"):
             self.monkeypatch.setattr(f"dflash_lab.{home}.load_spec", load)
         self.pair = pair
 

@@ -94,7 +94,8 @@ def test_flags_go_before_a_sweep_file_and_the_rest_of_it_holds(call, monkeypatch
     loaded = []
     scripted = load.load_spec(None)
     monkeypatch.setattr(
-        "dflash_lab.sweeps.pairs.load_spec", lambda spec, say=None: (loaded.append(spec), scripted)[1]
+        "dflash_lab.sweeps.pairs.load_spec",
+        lambda spec, say=None: (loaded.append(spec), scripted)[1],
     )
     made = tmp_path / "sweep.toml"
     made.write_text(

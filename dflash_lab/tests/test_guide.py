@@ -107,7 +107,7 @@ def scripted(monkeypatch):
     returns the list of what was asked for."""
     asked = []
     pair = scripted_pair(cut(3), block_size=16)
-    for home in ("load", "sweeps"):
+    for home in ("load", "sweeps.pairs"):
         monkeypatch.setattr(
             f"dflash_lab.{home}.load_spec", lambda spec, say=None: (asked.append(spec), pair)[1]
         )
