@@ -15,16 +15,25 @@ from threading import RLock, Timer
 from typing import Any
 
 from dflash_lab.config import window_name
-from dflash_lab.costs import CostTable
+from dflash_lab.costs import CostTable, read_costs
+from dflash_lab.figures.drawn import COSTS
+from dflash_lab.kinds import (
+    Kind,
+    NoPrompts,
+    kinds,
+    lengths,
+    nearest,
+    prompts_said,
+    tasks,
+    values,
+)
 from dflash_lab.panels import (
     FIRST,
     Found,
     Panels,
-    arms,
     facts,
     facts_html,
     place_name,
-    tasks,
     window_order,
 )
 from dflash_lab.scaling import WhatIf
@@ -34,7 +43,7 @@ from dflash_lab.viewer import NOTHING, bundle_of, trace_widget, view
 from dflash_lab.widget_parts import import_widgets, problem_html, wide
 
 AHEAD_S = 4.0  # outside a notebook pictures are drawn ahead for so long
-ALL, ALL_TASKS = "all", "all prompts"
+ALL = "all prompts"
 FULL = "full"  # of the window slider, whose value cannot be None
 FURTHER = {
     "acceptance rate and tau": "acceptance",
@@ -46,13 +55,16 @@ FURTHER = {
     "task by task": "tasks",
     "along the context": "depth",
 }  # figures of `panels` that are shown one at a time
+UNPRICED = (
+    "The cost table is of other sizes, another dtype, machine or pair: it predicts nothing here."
+)
 LACKING = "This cell does not hold this prompt."
 IDLE_S = 0.05  # in a notebook they are drawn with such pauses
 QUIET_S = 0.1  # a picture that has to be drawn waits for so long a pause between changes
 STYLE = """<style>
-.dl-view { max-width: 72em; line-height: 1.45; }
+.dl-view { max-width: 1300px; line-height: 1.45; }
 .dl-view .pictures { display: flex; flex-wrap: wrap; gap: 1em; margin: 0.6em 0; }
-.dl-view img { flex: 1 1 26em; min-width: 0; max-width: 40em; height: auto; background: #fff; }
+.dl-view img { flex: 1 1 460px; min-width: 0; max-width: 640px; height: auto; background: #fff; }
 .dl-view .facts { display: flex; flex-wrap: wrap; gap: 0.4em 2em; margin: 0.4em 0; }
 .dl-view .facts dt { float: none; width: auto; font-weight: normal; opacity: 0.8; }
 .dl-view .facts dd { margin: 0; white-space: nowrap; font-variant-numeric: tabular-nums; }
@@ -63,15 +75,20 @@ STYLE = """<style>
 def explore(run: Run | str | Path, *, costs: CostTable | None = None) -> Explorer:
     """The panel of a run: block size and draft window on sliders, and one prompt's text.
 
-    With a cost table, or where the run was timed by stages, costs can be scaled to see where the
-    fastest setting would move. Raises ImportError naming the way out where ipywidgets is not
+    With a cost table, given or stored beside the run, the throughput that it predicts is drawn too.
+    With one, or where the run was timed by stages, costs can be scaled to see where the fastest
+    setting would move. Raises ImportError naming the way out where ipywidgets is not
     installed, ValueError for a run in which no cell of our own loop is finished.
     """
     widgets = import_widgets(
         "the explorer",
         "dl.report(run) writes the same sliders into a page that needs no kernel.",
     )
-    return Explorer(run if isinstance(run, Run) else open_run(run), widgets, costs)
+    run = run if isinstance(run, Run) else open_run(run)
+    stored = run.path / COSTS
+    if costs is None and stored.is_file():
+        costs = read_costs(stored)
+    return Explorer(run, widgets, costs)
 
 
 class LatestOnly:
@@ -112,17 +129,20 @@ class LatestOnly:
 class Explorer:
     """The panel: `block_size`, `draft_window`, `prompt` and `figure` choose, `view` shows.
 
-    `arm` and `task` choose among what the run holds, `costs` what another machine might cost.
+    `kind`, a picker by property, `task` and `length` choose among what the run holds, `costs` what
+    another machine might cost.
     """
 
     def __init__(self, run: Run, widgets: Any, table: CostTable | None = None):
         self.run, self.table = run, table
-        self._arms = arms(run)
-        self._made: dict[tuple[str, str], Panels] = {}
+        self._kinds = kinds(run)
+        self._kind: Kind | None = None
+        self._made: dict[tuple[str | None, ...], Panels] = {}
         self._trace: ShownTrace | None = None
-        self._lock, self._moving = RLock(), False
+        self._lock, self._moving, self._note = RLock(), False, ""
         self._jobs = LatestOnly(QUIET_S)
         self._make_pickers(widgets)
+        self._begin_at_the_choice()
         self.panels = self._panels()
         if self.panels.grid is None:
             raise ValueError(f"no cell of {run.path} was decoded by our own loop: nothing to show.")
@@ -133,27 +153,40 @@ class Explorer:
         self._offer()
         self._show()
         self._observe()
-        pickers = [picker for picker in (self.arm, self.task) if len(picker.options) > 1]
+        pickers = [picker for picker in self.pickers if len(picker.options) > 1]
         sliders = [self.block_size, self.draft_window, self.figure]
         shown = [self.problem, self.view, self.costs.widget, self.prompt, self.viewer]
         self.widget = widgets.VBox([*pickers, *sliders, *shown])
         self._draw_ahead()
 
     def _make_pickers(self, widgets: Any) -> None:
-        labels = list(self._arms) or [ALL]
-        self.arm = widgets.Dropdown(options=labels, description="cells", **wide(widgets))
-        names = [(ALL_TASKS, ALL), *((task, task) for task in tasks(self.run))]
-        self.task = widgets.Dropdown(
-            options=names if len(names) > 2 else names[:1], description="task", **wide(widgets)
-        )
-        self._begin_at_the_choice(Panels(self.run))
+        def picker(name: str, options: list[str]) -> Any:
+            return widgets.Dropdown(options=options, description=name, **wide(widgets))
 
-    def _begin_at_the_choice(self, panels: Panels) -> None:
-        """Point the pickers at the cells among which the run's own recommendation lies."""
+        names = self._kinds[0].told if self._kinds else ()
+        self.kind = {name: picker(name, values(self._kinds, name)) for name in names}
+        named, bands = tasks(self.run), lengths(self.run)
+        self.task = picker("task", [ALL, *named] if len(named) > 1 else [ALL])
+        self.length = picker("context length", [ALL, *bands] if len(bands) > 1 else [ALL])
+
+    @property
+    def pickers(self) -> tuple[Any, ...]:
+        """What chooses among cells and prompts, beside the sliders."""
+        return (*self.kind.values(), self.task, self.length)
+
+    def _begin_at_the_choice(self) -> None:
+        """Take the kind of cells among which the run's own recommendation lies."""
+        panels = Panels(self.run, costs=self.table)
         ids = set() if panels.grid is None else set(panels.grid.cells.values())
-        mine = (label for label, cell in self._arms.items() if cell.id in ids)
-        self.arm.value = next(mine, self.arm.value)
-        self._made[self.arm.value, ALL] = panels
+        kind = next((kind for kind in self._kinds if kind.cell.id in ids), None)
+        if kind is not None:
+            self._take(kind)
+        self._made[kind and kind.cell.id, None, None] = panels
+
+    def _take(self, kind: Kind) -> None:
+        self._kind = kind
+        for name, picker in self.kind.items():
+            picker.value = kind.told[name]
 
     def _make_controls(self, widgets: Any) -> None:
         room = wide(widgets)
@@ -186,17 +219,18 @@ class Explorer:
     def _observe(self) -> None:
         for control in (self.block_size, self.draft_window, self.prompt, self.figure):
             control.observe(self._changed, names="value")
-        for picker in (self.arm, self.task):
+        for picker in self.pickers:
             picker.observe(self._picked, names="value")
-        for picker in (self.arm, self.task, self.figure):
+        for picker in (*self.pickers, self.figure):
             picker.observe(lambda change: self._draw_when_idle(), names="value")
 
     def _panels(self) -> Panels:
         """What the pickers point at; read once."""
-        key = (self.arm.value, self.task.value)
+        chosen = [None if p.value == ALL else p.value for p in (self.task, self.length)]
+        key = (self._kind and self._kind.cell.id, *chosen)
         if key not in self._made:
-            task = None if self.task.value == ALL else self.task.value
-            self._made[key] = Panels(self.run, self._arms.get(self.arm.value), task)
+            cell = None if self._kind is None else self._kind.cell
+            self._made[key] = Panels(self.run, cell, *chosen, costs=self.table)
         return self._made[key]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -231,16 +265,36 @@ class Explorer:
         return (*FIRST, self.figure.value)
 
     def _picked(self, change: Any) -> None:
-        """Other cells or another task: the controls offer theirs, and what is shown follows."""
+        """Other cells or prompts: the controls offer theirs, and what is shown follows."""
+        if self._moving:
+            return
         with self._lock:
+            self._moving, self._note = True, ""
             try:
-                self.panels, self._moving = self._panels(), True
+                self._follow(change.owner)
+                self.panels = self._panels()
                 self._offer()
+            except NoPrompts as error:
+                self._note = f"{error} What is shown did not change."
             except Exception as error:
                 return self._complain(error)
             finally:
                 self._moving = False
         self._changed(change)
+
+    def _follow(self, moved: Any) -> None:
+        """Take the kind of cells nearest to what the pickers say; one that is moved wins."""
+        name = next((name for name, picker in self.kind.items() if picker is moved), None)
+        if name is None:
+            return
+        wanted = {name: picker.value for name, picker in self.kind.items()}
+        kind = nearest(self._kinds, wanted, name)
+        lost = {other: value for other, value in wanted.items() if kind.told[other] != value}
+        self._take(kind)
+        if lost:
+            asked = " and ".join(f"{other} {value}" for other, value in lost.items())
+            given = " and ".join(f"{other} {kind.told[other]}" for other in lost)
+            self._note = f"No cells have {name} {wanted[name]} with {asked}; shown is {given}."
 
     def _changed(self, change: Any) -> None:
         """A control was moved: show its cell now if it is drawn, soon if it is not."""
@@ -283,10 +337,16 @@ class Explorer:
         )
 
     def _answer_html(self) -> str:
-        choice, task = self.panels.choice, self.panels.task
-        words = choice.sentence if choice else self.panels.main.problem
-        told = "" if task is None else f" That is of all tasks; shown is {task} alone."
-        return f"<p>{html.escape(words + told)}</p>"
+        panels, words = self.panels, [self.panels.main.problem]
+        if panels.choice:
+            words = [panels.choice.sentence]
+        if panels.prompts is not None:
+            said = prompts_said(panels.task, panels.length)
+            words.append(f"That is of all prompts; shown are those {said} alone.")
+        if panels.predicted is not None and panels.predicted.empty:
+            words.append(UNPRICED)
+        note = f"<p><b>{html.escape(self._note)}</b></p>" if self._note else ""
+        return f"<p>{html.escape(' '.join(words))}</p>{note}"
 
     def _complain(self, error: Exception) -> None:
         hint = "The picture below is the last one that could be made. Move a slider to try again."

@@ -194,7 +194,7 @@ class LivePanel:
     def _summary(self) -> str:
         made = self.trace
         count = f"{len(made.tokens)} tokens in {len(made.blocks)} blocks"
-        if self._stop.is_set():
+        if made.finish_reason == "cancelled":
             return f"Stopped after {count}; panel.trace keeps them."
         return " ".join([f"{count}.", verdict(made, self.plain), *made.warnings]).rstrip()
 

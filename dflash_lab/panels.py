@@ -14,12 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from dflash_lab import plot
 from dflash_lab.analyse import (
-    COMPARABLE,
     OWN,
     Choice,
     cell_frame,
@@ -33,17 +30,15 @@ from dflash_lab.analyse import (
     survival_frame,
     task_frame,
 )
+from dflash_lab.costs import CostTable
+from dflash_lab.forecast import forecast
+from dflash_lab.kinds import OfPrompts, alike, like, some_prompts
 from dflash_lab.plot.explored import marked_grid
-from dflash_lab.store import Cell, FailedCell, Run
+from dflash_lab.store import Cell, Run
 from dflash_lab.tokens import Traces
 
 Place = tuple[int, int | None]  # a block size and a draft window
 FIRST = ("throughput", "survival")  # the figures that are always shown
-SAME = (
-    *("engine", "backend", "dtype", "device", "hardware", "attention"),
-    *("target", "target_sha", "template_sha", "chat", "thinking"),
-    *("prompts", "temperature", "sampling", "max_new_tokens", "timing", "repeats"),
-)  # of a request: what the cells of one grid have in common, beside the draft
 
 
 # The grid of measured cells
@@ -132,21 +127,13 @@ def _capital(text: str) -> str:
 def make_grid(run: Run, like: Cell) -> Grid:
     """The cells of a run that ask for the same as `like` but for block size and window."""
     return Grid(
-        cells={_place(cell.request): cell.id for cell in run.cells if _alike(cell, like)},
-        failed={_place(cell.request): cell.error for cell in run.failed if _alike(cell, like)},
+        cells={_place(cell.request): cell.id for cell in run.cells if alike(cell, like)},
+        failed={_place(cell.request): cell.error for cell in run.failed if alike(cell, like)},
     )
 
 
 def _place(request: Mapping[str, Any]) -> Place:
     return (request["block_size"], request["draft_window"])
-
-
-def _alike(cell: Cell | FailedCell, like: Cell) -> bool:
-    """Whether two cells belong in one grid; plain decoding has no draft and fits any."""
-    ours, theirs = cell.request.get("draft_sha"), like.request.get("draft_sha")
-    return (ours == theirs or ours is None or theirs is None) and all(
-        cell.request.get(name) == like.request.get(name) for name in SAME
-    )
 
 
 # Figures of a cell, in words
@@ -242,69 +229,6 @@ def to_image(figure: Any, salt: str) -> Image:
     )
 
 
-# The kinds of cells that a run holds
-
-ARM_NAMES = ("hardware", "backend", "device", "dtype", "target", "draft", "timing", "temperature")
-
-
-def arms(run: Run) -> dict[str, Cell]:
-    """A drafting cell of each grid, by what tells the grids apart; the largest grid first."""
-    own = [cell for cell in run.cells if cell.engine == OWN and cell.block_size > 1]
-    own = [cell for cell in own if cell.request.get("policy") is None]
-    first: dict[frozenset[str], Cell] = {}
-    for cell in own:
-        names = frozenset(c.id for c in own if _alike(c, cell))
-        first.setdefault(names, cell)
-    found = [first[names] for names in sorted(first, key=len, reverse=True)]
-    told = [name for name in ARM_NAMES if len({str(c.request.get(name)) for c in found}) > 1]
-    labels: dict[str, Cell] = {}
-    for cell in found:
-        words = ", ".join(f"{name} {cell.request.get(name)}" for name in told) or "all cells"
-        label = words if words not in labels else f"{words} (like cell {cell.id})"
-        labels[label] = cell
-    return labels
-
-
-def like(run: Run, cell: Cell) -> Run:
-    """The cells that one figure may hold beside `cell`."""
-
-    def fits(other: Cell | FailedCell) -> bool:
-        asked, own = other.request, cell.request
-        if asked.get("policy") is not None:
-            return False
-        return asked.get("draft_sha") in (None, own.get("draft_sha")) and all(
-            asked.get(name) == own.get(name) for name in COMPARABLE
-        )
-
-    kept, failed = tuple(filter(fits, run.cells)), tuple(filter(fits, run.failed))
-    return replace(run, cells=kept, failed=failed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfTask(Run):
-    """A run as if the prompts of one task were all it held."""
-
-    task: str
-
-    def blocks(self, columns: Sequence[str] | None = None) -> pa.Table:
-        return self._mine(Run.blocks(self), columns)
-
-    def prompts(self, columns: Sequence[str] | None = None) -> pa.Table:
-        return self._mine(Run.prompts(self), columns)
-
-    def _mine(self, table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
-        prompts = Run.prompts(self, ("prompt_id", "task"))
-        mine = prompts.filter(pc.equal(prompts["task"], self.task))["prompt_id"]
-        kept = table.filter(pc.is_in(table["prompt_id"], mine.combine_chunks()))
-        return kept if columns is None else kept.select(list(columns))
-
-
-def tasks(run: Run) -> tuple[str, ...]:
-    """The tasks that the prompts of a run name."""
-    named = pc.unique(run.prompts(("task",))["task"]).to_pylist()
-    return tuple(sorted(task for task in named if task))
-
-
 # All of it together
 
 
@@ -326,29 +250,40 @@ def answer(run: Run, hardware: str) -> Answer:
 
 
 class Panels:
-    """One run, looked at through two sliders; of one arm, and of one task's prompts, if named.
+    """One run, looked at through two sliders; of one arm, and of some prompts, if named.
 
     They move over the cells like the recommended one, on the hardware class with most cells; where
     nothing is recommended, over the largest grid of our own loop. `grid` is None where there is
     none. Of cells that do not compare, such as those over other prompts, the largest part is shown
-    and `left_out` counts the rest. Raises ValueError for a run without a finished cell.
+    and `left_out` counts the rest. `task` and `length`, a name of `kinds.band`, choose the prompts;
+    a cost table adds what it predicts. Raises ValueError for a run without a finished cell,
+    `NoPrompts` where none is left.
     """
 
-    def __init__(self, run: Run, arm: Cell | None = None, task: str | None = None):
+    def __init__(
+        self,
+        run: Run,
+        arm: Cell | None = None,
+        task: str | None = None,
+        length: str | None = None,
+        costs: CostTable | None = None,
+    ):
         if not run.cells:
             raise ValueError(
                 f"the run in {run.path} has no finished cell ({len(run.failed)} failed). "
                 "Run its sweep again."
             )
         self.run = run = run if arm is None else like(run, arm)
-        self.arm, self.task = arm, task
+        self.arm, self.task, self.length, self.costs = arm, task, length, costs
+        whole = task is None and length is None
+        self.prompts = None if whole else some_prompts(run, task, length)  # ids; None for all
         classes = hardware_classes(run)
         self.answers = tuple(answer(run, hardware) for hardware in classes)
         self.main = max(self.answers, key=self._weight)
         self.choice = self.main.choice
         parts = {name: comparable(run.select(hardware=name)) for name in classes}
         self.left_out = len(run.cells) - sum(len(part.cells) for part in parts.values())
-        seen = {name: self._of_task(part) for name, part in parts.items()}
+        seen = {name: self._seen(part) for name, part in parts.items()}
         frames = {name: cell_frame(part) for name, part in seen.items()}
         self.frame = frames[self.main.hardware]
         self.rows = {row["cell"]: row for frame in frames.values() for row in records(frame)}
@@ -357,14 +292,14 @@ class Panels:
         self.grid = self._grid(here)
         cells = set() if self.grid is None else set(self.grid.cells.values())
         kept = tuple(cell for cell in here.cells if cell.id in cells)
-        self.gridded = self._of_task(replace(here, cells=kept))  # the cells of the grid
+        self.gridded = self._seen(replace(here, cells=kept))  # the cells of the grid
         self.traces = Traces(self.gridded, cells)
         self._drawn: dict[tuple[str, str], Image] = {}
 
-    def _of_task(self, run: Run) -> Run:
-        if self.task is None:
+    def _seen(self, run: Run) -> Run:
+        if self.prompts is None:
             return run
-        return OfTask(path=run.path, cells=run.cells, failed=run.failed, task=self.task)
+        return OfPrompts(path=run.path, cells=run.cells, failed=run.failed, ids=self.prompts)
 
     def _weight(self, found: Answer) -> tuple[bool, int]:
         cells = sum(cell.hardware == found.hardware for cell in self.run.cells)
@@ -396,6 +331,11 @@ class Panels:
     def lengths(self) -> pd.DataFrame:
         return length_frame(self.gridded)
 
+    @cached_property
+    def predicted(self) -> pd.DataFrame | None:
+        """What the cost table predicts for the grid's settings; None without a table."""
+        return None if self.costs is None else forecast(self.gridded, self.costs)
+
     def drawn(self, cell: str, names: Sequence[str] = FIRST) -> bool:
         return all((name, cell) in self._drawn for name in names)
 
@@ -414,7 +354,9 @@ class Panels:
 
 # What can be drawn of a run with one place of the grid marked, by name.
 FIGURES: dict[str, Callable[[Panels, Place], plot.Picture]] = {
-    "throughput": lambda p, at: plot.throughput(p.frame, p.choice, highlight=at),
+    "throughput": lambda p, at: plot.throughput(
+        p.frame, p.choice, highlight=at, predicted=p.predicted
+    ),
     "survival": lambda p, at: plot.survival(
         p.survival[p.survival["cell"].isin(p.grid.cells.values())], highlight=at
     ),

@@ -42,7 +42,7 @@ class WhatIf:
         try:
             self.parts, told = cost_parts(run, table), ""
         except NoParts as error:
-            self.parts, told = None, str(error)
+            self.parts, told = None, f"Nothing to scale: {error}"
         for slider in self.sliders.values():
             slider.disabled = self.parts is None
         self.picture.value = f"<p>{html.escape(told)}</p>"

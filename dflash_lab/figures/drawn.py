@@ -31,7 +31,7 @@ from dflash_lab.analyse import (
     timeline_frame,
 )
 from dflash_lab.costs import CostTable, prediction_frame, read_costs
-from dflash_lab.replay import clip_frame, load_map, policy_frame
+from dflash_lab.replay import AcceptanceMap, clip_frame, load_map, policy_frame
 from dflash_lab.store import Run, map_names
 
 COSTS = "costs.json"  # in a run's folder: a cost table of the machine that measured it
@@ -88,6 +88,16 @@ class Material:
                 f"the run holds no {COSTS}; dflash-lab costs --out RUN/{COSTS} makes it"
             )
         return read_costs(path)
+
+    @cached_property
+    def acceptance(self) -> AcceptanceMap:
+        """The acceptance map that lies beside the run."""
+        if not map_names(self.run.path):
+            raise NothingToDraw("no acceptance map is stored; make one with recommend --map")
+        try:
+            return load_map(self.run)
+        except ValueError as error:  # there are several
+            raise NothingToDraw(str(error)) from error
 
     @cached_property
     def survival(self) -> pd.DataFrame:
@@ -234,9 +244,7 @@ def _race(m: Material) -> Drawn:
 
 
 def _clipped(m: Material) -> Drawn:
-    if not map_names(m.run.path):
-        raise NothingToDraw("no acceptance map is stored; make one with recommend --map")
-    table = clip_frame(load_map(m.run))
+    table = clip_frame(m.acceptance)
     if table.empty:
         raise NothingToDraw("the acceptance map has no size between 1 and its largest")
     return Drawn(figure=plot.clipped(table), table=table)
@@ -272,14 +280,19 @@ def _margins(m: Material) -> Drawn:
 
 
 def _policies(m: Material) -> Drawn:
-    table = m.steered
-    if table.empty and map_names(m.run.path):
-        acceptance = load_map(m.run)
-        costs = m.costs.by_rows(None, _context(m.run))
-        table = policy_frame(acceptance, costs)
-    if table.empty:
-        raise NothingToDraw("no cell ran under a policy, and no acceptance map is stored")
+    table = _replayed(m) if m.steered.empty else m.steered
     return Drawn(figure=plot.policies(table), table=table)
+
+
+def _replayed(m: Material) -> pd.DataFrame:
+    """What fixed sizes and bounds come to on the texts of the stored map, at measured costs."""
+    if not map_names(m.run.path):
+        raise NothingToDraw("no cell ran under a policy, and no acceptance map is stored")
+    acceptance = m.acceptance
+    try:
+        return policy_frame(acceptance, m.costs.by_rows(None, _context(m.run)))
+    except ValueError as error:  # a size or window that map or table does not hold
+        raise NothingToDraw(str(error)) from error
 
 
 def _context(run: Run) -> int:

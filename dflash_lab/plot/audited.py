@@ -14,7 +14,9 @@ from dflash_lab.plot.style import (
     add_axes,
     add_caption,
     empty_figure,
+    has_height,
     in_words,
+    make_tall,
     new_figure,
     shown,
     styled,
@@ -35,13 +37,13 @@ def margins(frame: pd.DataFrame) -> Picture:
     rows = frame.to_dict("records")
     prompts = sorted({row["prompt_id"] for row in rows}, reverse=True)
     dtypes = sorted({row["dtype"] for row in rows})
-    fig.set_figheight(max(fig.get_figheight(), 1.3 + 0.15 * min(len(prompts), 40)))
-    axes = add_axes(fig, left=1.35, right=0.3)
+    make_tall(fig, 1.3 + 0.15 * min(len(prompts), 40))
+    axes = add_axes(fig, left=1.6, right=0.3)
     looks = dict(zip(dtypes, LOOKS, strict=False))
     for row in rows:
         step = 0.28 * (dtypes.index(row["dtype"]) - (len(dtypes) - 1) / 2)
         _draw_margin(axes, row, prompts.index(row["prompt_id"]) + step, looks[row["dtype"]])
-    some = len(prompts) <= 40
+    some = has_height(axes, len(prompts))
     axes.set_yticks(range(len(prompts)) if some else [])
     if some:
         axes.set_yticklabels([shown(name, 16) for name in prompts], fontsize=TINY)
@@ -69,7 +71,7 @@ def margins(frame: pd.DataFrame) -> Picture:
     return fig
 
 
-_MARKS = {"o": "circle:", "s": "square:", "^": "triangle:", "D": "diamond:"}
+_MARKS = {"o": "Circle:", "s": "square:", "^": "triangle:", "D": "diamond:"}
 
 
 def _draw_margin(axes: Any, row: Mapping[str, Any], y: float, look: Mapping[str, Any]) -> None:

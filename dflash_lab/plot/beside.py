@@ -114,6 +114,8 @@ def published(frame: pd.DataFrame, points: pd.DataFrame) -> Picture:
     left, right = two_axes(fig, room_for(curve.label for curve in curves))
     sizes = sorted({*frame["block_size"], *points["block_size"]})
     places = points.assign(letter=list(LETTERS[: len(points)]))
+    told = [f"{row['letter']} {row['told']}" for row in places.to_dict("records")]
+    _add_list(fig, told)
     for axes, name, words in (
         (left, "speedup", "speed-up over plain decoding"),
         (right, "tau", "tau (tokens per block)"),
@@ -126,8 +128,6 @@ def published(frame: pd.DataFrame, points: pd.DataFrame) -> Picture:
     left.axhline(1, color=QUIET, linewidth=1, linestyle=OWN_DASH, zorder=0.5)
     left.set_title("This run beside published points", pad=11)
     label_ends(right, labels)
-    told = [f"{row['letter']} {row['told']}" for row in places.to_dict("records")]
-    _add_list(fig, told)
     add_caption(fig, [over_prompts(frame["prompts"]), "Dashed: plain decoding"])
     fig.notes = (*fig.notes, "Published, on other machines: " + "; ".join(told))
     fig.alt = in_words(

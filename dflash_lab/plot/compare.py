@@ -41,6 +41,7 @@ from dflash_lab.plot.style import (
     new_figure,
     number,
     over_prompts,
+    points_of,
     room_for,
     rows_of,
     setting_name,
@@ -135,8 +136,8 @@ def memory(cells: pd.DataFrame) -> Picture:
     add_caption(
         fig,
         [
-            "Peak: of the GPU, on a CPU of the whole process with both models",
-            "The draft's cache grows with the context, not with the block",
+            "Peak: of the GPU, else of the whole process",
+            "The draft's cache grows with the context, not the block",
         ],
     )
     fig.alt = in_words(
@@ -178,7 +179,7 @@ def break_even(frame: pd.DataFrame) -> Picture:
         fig,
         [
             over_prompts(frame["prompts"]),
-            "Dashed: time of a block in steps of plain decoding, in the fastest dtype measured",
+            "Dashed: a block's time in steps of plain decoding, fastest dtype",
         ],
     )
     fig.alt = in_words(
@@ -217,16 +218,17 @@ def tasks(frame: pd.DataFrame) -> Picture:
             axes.axhline(plain, color=QUIET, linewidth=1.1, linestyle=OWN_DASH)
             told.append(f"{task}, plain: {plain:.1f}")
         prompts = int(mine["prompts"].max()) if len(mine) else 0
-        axes.set_title(f"{shown(task, 14)} ({prompts})", fontsize=SMALL)
+        letters = int((points_of(axes)[0] + 8) / (0.56 * SMALL)) - len(f" ({prompts})")
+        axes.set_title(f"{shown(task, max(letters, 4))} ({prompts})", fontsize=SMALL)
         axes.set_xlabel("block size (tokens)" if axes is rows[-1][len(rows[-1]) // 2] else "")
         axes.set_ylim(0, top)
         axes.tick_params(labelsize=TINY)
     for row in rows:
         for axes in row[1:]:
             axes.tick_params(labelleft=False)
-        row[0].set_ylabel("tokens/s" if is_narrow(fig) else "decode throughput (tokens/s)")
+        row[0].set_ylabel("tokens/s" if len(rows) > 1 else "decode throughput (tokens/s)")
     title = "Throughput by block size and task"
-    fig.text(0.62 / fig.get_figwidth(), 0.94, title, fontsize=10)
+    fig.text(0.62 / fig.get_figwidth(), 1 - 0.23 / fig.get_figheight(), title, fontsize=10)
     looks = ", ".join(f"{curve.look['marker']} {curve.label}" for curve in curves)
     add_caption(
         fig,
@@ -241,12 +243,14 @@ def tasks(frame: pd.DataFrame) -> Picture:
 
 
 def _panels(fig: Picture, count: int) -> list[list[Axes]]:
-    """Rows of axes of one size, from the top: one row, or two panels a row where it is narrow."""
-    across = min(count, 2) if is_narrow(fig) else count
-    down = -(-count // across)
-    height = 1.3 if is_narrow(fig) else fig.get_figheight()
+    """Rows of axes of one size, from the top: on a slide one row, else as many as there must be."""
+    most = {"column": 2, "page": 5}.get(fig.size, count)  # panels that are readable side by side
+    down = -(-count // most)
+    across = -(-count // down)
+    height = 1.3 if is_narrow(fig) else fig.get_figheight() if down == 1 else 1.9  # of a row
+    head = 0.4 if height == 1.9 else 0.0
     width, gap = fig.get_figwidth(), 0.14
-    fig.set_size_inches(width, down * height)
+    fig.set_size_inches(width, down * height + head)
     each = (width - 0.62 - 0.15 - gap * (across - 1)) / across
     starts = [0.62 + place * (each + gap) for place in range(across)]
     panels = [
@@ -273,7 +277,7 @@ def pairs(frame: pd.DataFrame, name: str, against: str) -> Picture:
     if frame.empty:
         return empty_figure(fig, "Prompts in pairs", "the two cells share no prompt")
     rows = frame.to_dict("records")[::-1]
-    axes = add_axes(fig, left=1.35, right=0.75)
+    axes = add_axes(fig, left=1.6, right=0.75)
     for place, row in enumerate(rows):
         gains = row["speedup"] > 1
         ends = [row["against_per_s"], row["tokens_per_s"]]
@@ -325,9 +329,9 @@ def depth(frame: pd.DataFrame, block_size: int | None = None) -> Picture:
     if block_size is None:
         windows = frame.groupby("block_size")["draft_window"].agg(lambda w: w.nunique(dropna=False))
         block_size = max(windows.index, key=lambda size: (windows[size], size))
-    rows = rows_of(frame[frame["block_size"] == block_size])
+    part = frame[frame["block_size"] == block_size]
     groups: dict[int | None, list[dict[str, Any]]] = {}
-    for row in rows:
+    for row in rows_of(part):
         groups.setdefault(row["draft_window"], []).append(row)
     order = sorted(groups, key=lambda window: (window is not None, -(window or 0)))
     left, right = two_axes(fig)
@@ -339,8 +343,8 @@ def depth(frame: pd.DataFrame, block_size: int | None = None) -> Picture:
     for axes, name in ((left, "tau (tokens per block)"), (right, "time per block (ms)")):
         axes.set_xlabel("context before the block (tokens)")
         axes.set_ylabel(name)
-    left.set_ylim(bottom=1)
-    right.set_ylim(bottom=0)
+    left.set_ylim(1, max(1 + 1.1 * (part["tau"].max() - 1), 1.5))
+    right.set_ylim(0, 1100 * part["block_s"].max())
     left.legend(fontsize=TINY, frameon=False)
     left.set_title(f"Block size {block_size} along the context", pad=11)
     add_caption(fig, ["Blocks of all prompts, cut into parts of equally many by where they begin"])

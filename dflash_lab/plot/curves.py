@@ -53,6 +53,7 @@ from dflash_lab.plot.style import (
 )
 
 COMFORTABLE, TOO_LOW = 0.6, 0.3  # draft rates that guides name; no measurement backs them
+PREDICTED = {"linestyle": (0, (2, 1.2)), "linewidth": 2.6}  # wide and short dashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,28 +209,37 @@ def looked_at_row(curves: Sequence[Curve], highlight: Highlight) -> dict[str, An
 
 @styled
 def throughput(
-    cells: pd.DataFrame, chosen: Choice | None = None, highlight: Highlight | None = None
+    cells: pd.DataFrame,
+    chosen: Choice | None = None,
+    highlight: Highlight | None = None,
+    predicted: pd.DataFrame | None = None,
 ) -> Picture:
     """Decode tokens per second against block size, beside plain decoding of every kind.
 
     `cells` as from `cell_frame`. `chosen` gets a ring; `highlight` is the setting looked at.
+    `predicted`, as from `forecast`, is drawn over the curve looked at, else over every one.
     Raises ValueError where hardware classes or timing modes would be mixed.
     """
     check_times(cells)
     rows = rows_of(cells)
     curves, plain = curves_of(rows, "tokens_per_s"), plain_rows(rows)
+    foretold = _foretold(predicted, [c for c in curves if _is_strong(c.window, highlight)])
     fig = new_figure()
-    names = [*(curve.label for curve in curves), *(f"{plain_label(row)}: 00.0" for row in plain)]
+    names = [curve.label for curve in (*curves, *foretold)]
+    names += [f"{plain_label(row)}: 00.0" for row in plain]
     axes = add_axes(fig, right=room_for(names))
-    block_size_axis(axes, list(cells["block_size"]))
+    sizes = [row["block_size"] for curve in foretold for row in curve.rows]
+    block_size_axis(axes, [*cells["block_size"], *sizes])
     axes.margins(y=0.08)
     axes.set_ylabel("decode throughput (tokens/s)")
     axes.set_title(title_of("Throughput", cells, curves, highlight, _throughput_of))
     labels = [draw_plain(axes, row, "tokens_per_s", ".1f") for row in plain]
     for curve in curves:
         labels.append(draw_curve(axes, curve, "tokens_per_s", highlight))
+    labels += [_draw_foretold(axes, curve) for curve in foretold]
     mark_size(axes, highlight)
     notes = [over_prompts(cells["prompts"]), "Plain: block size 1", *hollow_note(cells)]
+    notes += ["Pale dashes: predicted from measured costs"] if foretold else []
     if chosen is not None and _draw_ring(axes, curves, chosen):
         notes.append(f"Ring: the fastest, {lower_first(setting_name(setting_of(chosen)))}")
     label_ends(axes, labels)
@@ -238,10 +248,38 @@ def throughput(
         *looking_at(axes, highlight),
         f"Decode throughput in tokens per second by block size, {over_prompts(cells['prompts'])}",
         *(curve_words(curve, "tokens_per_s", ".1f") for curve in curves),
+        *(curve_words(curve, "predicted_tokens_per_s", ".1f") for curve in foretold),
         *(f"{plain_label(row)}: {number(row['tokens_per_s'], '.1f')}" for row in plain),
         *([] if chosen is None else [chosen.sentence]),
     )
     return fig
+
+
+def _foretold(predicted: pd.DataFrame | None, curves: Sequence[Curve]) -> list[Curve]:
+    """Curves of what is predicted for the windows and dtypes of these."""
+    if predicted is None:
+        return []
+    rows = [row | {"x": row["block_size"]} for row in rows_of(predicted)]
+    made = [
+        replace(
+            curve,
+            label=f"predicted, {curve.label}",
+            rows=[r for r in rows if (r["draft_window"], r["dtype"]) == _kind_of(curve)],
+        )
+        for curve in curves
+    ]
+    return [curve for curve in made if len(curve.rows) > 1]
+
+
+def _kind_of(curve: Curve) -> tuple[int | None, str]:
+    return curve.window, curve.rows[0]["dtype"]
+
+
+def _draw_foretold(axes: Axes, curve: Curve) -> EndLabel:
+    xs, ys = ([row[key] for row in curve.rows] for key in ("x", "predicted_tokens_per_s"))
+    axes.plot(xs, ys, color=curve.look["color"], alpha=0.55, **PREDICTED)
+    told = {"color": curve.look["color"], "look": PREDICTED}
+    return EndLabel(x=xs[-1], y=ys[-1], text=curve.label, **told)
 
 
 def _throughput_of(row: Mapping[str, Any]) -> str:
@@ -304,7 +342,14 @@ def _draw_taus(axes: Axes, curves: Sequence[Curve], highlight: Highlight | None)
     labels = [draw_curve(axes, curve, "tau", highlight) for curve in curves]
     top = max(1 + 1.35 * (highest(curves, "tau") - 1), 1.05 * highest(curves, "tau_high"), 1.5)
     axes.plot([1, top], [1, top], color=QUIET, linewidth=1, linestyle=OWN_DASH, zorder=1.5)
-    axes.text(top + 0.3, top, "ceiling: the block size", va="top", **BACKED)
+    axes.annotate(
+        "ceiling: the block size",
+        xy=(top, top),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="top",
+        **BACKED,
+    )
     axes.set_ylim(1, top)
     axes.set_ylabel("tau (tokens per block)")
     return labels

@@ -29,8 +29,9 @@ from dflash_lab.plot.style import (
     window_label,
 )
 
-WIDTH, HEIGHT = 640, 320  # pixels, as the other figures
-LEFT, RIGHT, TOP, BOTTOM = 62, 110, 34, 52  # margins
+WIDTH, HEIGHT = 640, 340  # pixels
+LEFT, RIGHT, TOP, BOTTOM = 62, 110, 34, 74  # margins
+NOTE = "Faint: with the costs as they are. Ring: the fastest with those chosen above."
 
 _Label = tuple[float, str]  # pixels from the top, and words
 
@@ -78,6 +79,7 @@ def what_if(frame: pd.DataFrame, words: str) -> tuple[str, str]:
         f'height="{HEIGHT}" role="img" aria-label="{html.escape(alt)}" font-family="DejaVu Sans, '
         f'sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
         f'<text x="{LEFT}" y="20" font-size="13">{html.escape(_title(rows))}</text>'
+        f'<text x="10" y="{HEIGHT - 8}" font-size="10" fill="{QUIET}">{NOTE}</text>'
         f"{''.join(drawn)}</svg>"
     ), alt
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pandas as pd
 
 from dflash_lab.plot.style import (
@@ -16,9 +18,11 @@ from dflash_lab.plot.style import (
     empty_figure,
     in_words,
     is_narrow,
+    make_tall,
     new_figure,
     number,
     over_prompts,
+    percent,
     rows_of,
     shown,
     styled,
@@ -45,7 +49,8 @@ def clipped(frame: pd.DataFrame, draft_window: int | None = None) -> Picture:
         mine = sorted((r for r in rows if r["kind"] == kind), key=lambda row: row["block_size"])
         xs, ys = ([row[key] for row in mine] for key in ("block_size", "tau"))
         axes.plot(xs, ys, label=name, **look)
-        told.append(f"{name}: " + ", ".join(f"{y:.2f} at {x}" for x, y in zip(xs, ys, strict=True)))
+        values = [f"{number(y, '.2f')} at {x}" for x, y in zip(xs, ys, strict=True)]
+        told.append(f"{name}: {', '.join(values)}")
     sizes = sorted({row["block_size"] for row in rows})
     ticks_at(axes, sizes)
     axes.set_ylim(bottom=1)
@@ -54,9 +59,10 @@ def clipped(frame: pd.DataFrame, draft_window: int | None = None) -> Picture:
     axes.set_title(
         f"A shorter block is not the beginning of a longer one, {window_label(draft_window)}"
     )
-    axes.legend(fontsize=TINY, frameon=False, loc="lower right")
-    wrong = [row["wrong_share"] for row in rows if row["kind"] == "estimate"]
-    add_caption(fig, [f"Accepted counts differ in up to {100 * max(wrong):.0f} % of the blocks"])
+    axes.legend(fontsize=TINY, frameon=False, loc="best")
+    wrong = [row["wrong_share"] for row in rows if not pd.isna(row["wrong_share"])]
+    worst = f"Accepted counts differ in up to {percent(max(wrong))} of the blocks" if wrong else ""
+    add_caption(fig, [worst])
     fig.alt = in_words("Tau by block size", *told)
     return fig
 
@@ -66,16 +72,17 @@ def policies(frame: pd.DataFrame) -> Picture:
     """Throughput of ways to size blocks, a line each: fixed sizes, policies and upper bounds.
 
     `frame` as from `policy_frame`: policy, prompts, tokens_per_s with ends, and `bound`, the reason
-    why a way can only be an upper bound, missing else.
+    why a way can only be an upper bound, missing else. Rows that name no cell are predictions.
     """
     fig = new_figure()
     if frame.empty:
         return empty_figure(fig, "Policies", "no policy was measured or replayed")
     rows = frame.to_dict("records")[::-1]
-    letters = 22 if is_narrow(fig) else 34
-    names = [shown(row["policy"], letters) for row in rows]
-    fig.set_figheight(max(fig.get_figheight(), 1.2 + 0.22 * len(rows)))
-    axes = add_axes(fig, left=0.25 + 0.068 * max(map(len, names)), right=0.6)
+    lines = [textwrap.wrap(shown(row["policy"], 34), 18 if is_narrow(fig) else 34) for row in rows]
+    make_tall(fig, 1.2 + (0.28 if max(map(len, lines)) > 1 else 0.22) * len(rows))
+    axes = add_axes(
+        fig, left=0.25 + 0.068 * max(len(line) for name in lines for line in name), right=0.6
+    )
     for place, row in enumerate(rows):
         bound = not pd.isna(row["bound"])
         colour = (
@@ -103,22 +110,25 @@ def policies(frame: pd.DataFrame) -> Picture:
     fixed = [row["tokens_per_s"] for row in rows if row["policy"].startswith("block size")]
     if fixed:
         axes.axvline(max(fixed), color=QUIET, linewidth=1, linestyle=OWN_DASH, zorder=0.5)
-    axes.set_yticks(range(len(rows)), names)
+    axes.set_yticks(range(len(rows)), ["\n".join(name) for name in lines])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("decode throughput (tokens/s)")
+    predicted = "cell" not in frame
+    axes.set_xlabel(f"{'predicted' if predicted else 'decode'} throughput (tokens/s)")
     axes.set_title("Policies beside fixed block sizes")
     add_caption(
         fig,
         [
+            "Predicted: texts replayed, blocks at their measured costs" if predicted else "",
             over_prompts(frame["prompts"]),
             "Dashed: the fastest fixed size" if fixed else "",
             "Hollow: chosen after the fact, an upper bound" if frame["bound"].notna().any() else "",
         ],
     )
     fig.alt = in_words(
-        "Decode throughput in tokens per second by the way blocks are sized",
+        f"{'Predicted' if predicted else 'Decode'} throughput in tokens per second by the way "
+        "blocks are sized",
         ", ".join(f"{row['policy']}: {number(row['tokens_per_s'], '.1f')}" for row in rows[::-1]),
     )
     return fig

@@ -112,7 +112,7 @@ def conditional(frame: pd.DataFrame, block_size: int | None = None) -> Picture:
     axes = add_axes(fig, right=0.25)
     for row in rows:
         few = row["conditional_at_risk"] < 20
-        looks = {"hatch": "....", "facecolor": "white"} if few else {"facecolor": LOOKS[0]["color"]}
+        looks = {"hatch": "////", "facecolor": "white"} if few else {"facecolor": LOOKS[0]["color"]}
         axes.bar(
             row["draft_position"], row["conditional"], 0.8, edgecolor=LOOKS[0]["color"], **looks
         )
@@ -135,7 +135,7 @@ def conditional(frame: pd.DataFrame, block_size: int | None = None) -> Picture:
     axes.set_title(f"Conditional acceptance, block size {size}, {window_label(window)}")
     notes = ["Numbers: blocks accepted up to there", "Blocks that were cut are left out"]
     if any(row["conditional_at_risk"] < 20 for row in rows):
-        notes.append("Dotted: fewer than 20 blocks")
+        notes.append("Hatched: fewer than 20 blocks")
     add_caption(fig, notes)
     fig.alt = in_words(
         f"Conditional acceptance by draft position at block size {size}, {window_label(window)}",
@@ -175,7 +175,7 @@ def timeline(frame: pd.DataFrame, name: str = "") -> Picture:
     add_caption(
         fig,
         [
-            "A field a block: its width is its time, its height what the output got from it",
+            "A field a block: as wide as its time, as high as its tokens",
             "Grey: the prefill",
             "Black: drafting" if staged else "Stages were not timed",
         ],

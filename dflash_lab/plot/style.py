@@ -30,6 +30,7 @@ from matplotlib.ticker import FixedLocator
 
 from dflash_lab.analyse import Choice
 from dflash_lab.config import one_of
+from dflash_lab.plot.compact import compact
 
 STYLE = Path(__file__).with_name("dflash.mplstyle")
 
@@ -267,6 +268,17 @@ def has_room(axes: Axes, count: int, letters: int) -> bool:
     return count * (letters + 0.5) * 0.62 * TINY <= points_of(axes)[0]
 
 
+def has_height(axes: Axes, count: int) -> bool:
+    """Whether so many tiny labels fit below each other beside axes."""
+    return count * 1.2 * TINY <= points_of(axes)[1]
+
+
+def make_tall(fig: Picture, inches: float) -> None:
+    """Let a figure be so high at least; a slide keeps its height."""
+    if fig.size != "slide":
+        fig.set_figheight(max(fig.get_figheight(), inches))
+
+
 def points_of(axes: Axes) -> tuple[float, float]:
     """Width and height of axes in points."""
     width, height = axes.figure.get_size_inches() * 72
@@ -356,14 +368,15 @@ def _add_key(fig: Picture, labels: Sequence[EndLabel]) -> None:
 
 
 def grow(fig: Picture, inches: float) -> None:
-    """Add room below everything that is drawn."""
+    """Add room below everything that is drawn; on a slide, whose height is given, axes shrink."""
     width, height = fig.get_size_inches()
-    fig.set_size_inches(width, height + inches)
+    new = height if fig.size == "slide" else height + inches
+    fig.set_size_inches(width, new)
     for axes in fig.axes:
         place = axes.get_position()
-        bottom = (place.y0 * height + inches) / (height + inches)
-        tall = place.height * height / (height + inches)
-        axes.set_position((place.x0, bottom, place.width, tall))
+        bottom = (place.y0 * height + inches) / new
+        top = 1 - (1 - place.y1) * height / new
+        axes.set_position((place.x0, bottom, place.width, top - bottom))
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
@@ -448,7 +461,7 @@ def to_svg(fig: Figure, salt: str = "dflash-lab") -> str:
     buffer = io.StringIO()
     with house_style(**{"svg.hashsalt": salt}):
         fig.savefig(buffer, format="svg", metadata=NO_SVG_METADATA)
-    text = re.sub(r'<g id="[^"]*"', "<g", buffer.getvalue())
+    text = compact(re.sub(r'<g id="[^"]*"', "<g", buffer.getvalue()))
     words = html.escape(alt_text(fig))
     return text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
 

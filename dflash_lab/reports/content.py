@@ -57,11 +57,17 @@ def content(run: Run) -> dict[str, Any]:
         "measured": measured(panels),
         "order": order(run),
         "drift": told_drift(panels),
-        "tables": {
-            "Throughput and acceptance": Table.of(CELL_COLUMNS, panels.rows.values()),
-            "Further figures of every cell": Table.of(MORE_COLUMNS, panels.rows.values()),
-            "Survival by draft position": Table.of(SURVIVAL_COLUMNS, records(panels.survival)),
-        },
+        "tables": tables(panels),
+    }
+
+
+def tables(panels: Panels) -> dict[str, Table]:
+    """Every number of the report, by heading."""
+    rows = panels.rows.values()
+    return {
+        "Throughput and acceptance": Table.of(CELL_COLUMNS, rows),
+        "Further figures of every cell": Table.of(MORE_COLUMNS, rows),
+        "Survival by draft position": Table.of(SURVIVAL_COLUMNS, records(panels.survival)),
     }
 
 

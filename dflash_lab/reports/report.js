@@ -1,8 +1,11 @@
 // Sliders and prompt picker of a report; the script of the trace viewer stands above this one.
 // Everything shown was made beforehand and lies in this page; here it is only chosen.
-(() => {
+(async () => {
   const by = (id) => document.getElementById(id);
-  const data = JSON.parse(by("data").textContent);
+  if (!globalThis.DecompressionStream) return; // a browser from before 2023: as without scripts
+  const bytes = Uint8Array.from(atob(by("data").textContent), (letter) => letter.charCodeAt(0));
+  const json = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const data = await new Response(json).json();
   if (!data.positions) return;
 
   const size = by("block-size"), width = by("draft-window");

@@ -175,8 +175,8 @@ def test_rounding_in_bfloat16_is_a_near_tie_and_a_cache_fault_beside_it_a_mismat
     monkeypatch, qwen3_toy
 ):
     pair = qwen3_toy.load(dtype="bfloat16")
-    prompts = [replace(PROMPTS[0], id=f"p{n}", turns=(f"say {n}",)) for n in range(6)]
-    config = replace(CONFIG, max_new_tokens=64)
+    prompts = [replace(PROMPTS[0], id=f"p{n}", turns=(f"say {n}",)) for n in range(20)]
+    config = replace(CONFIG, max_new_tokens=128)
     sound = dl.audit(pair, prompts, config=config)
     assert sound.count("near tie") >= 1
     assert sound.count("mismatch") == 0

@@ -9,12 +9,12 @@ import pytest
 
 import dflash_lab.explorer
 from dflash_lab.analyse import cell_frame
-from dflash_lab.costs import CostTable
-from dflash_lab.explorer import FURTHER, LatestOnly, explore
+from dflash_lab.costs import CostTable, write_costs
+from dflash_lab.explorer import ALL, FURTHER, LatestOnly, explore
 from dflash_lab.panels import Panels
 from dflash_lab.store import open_run
 from dflash_lab.tests.pages import read_page, shown_text
-from dflash_lab.tests.runs import block, prompt, request_of, write_cell, write_run
+from dflash_lab.tests.runs import HARDWARE, block, prompt, request_of, write_cell, write_run
 from dflash_lab.tests.test_what_if import cost
 from dflash_lab.tokens import SHOWN_AS
 
@@ -36,10 +36,10 @@ def read_once():
     """`Panels`, and what was read and drawn by it, kept for all tests."""
     made = {}
 
-    def panels(run, arm=None, task=None):
-        key = (run.path, arm and arm.id, task)
+    def panels(run, arm=None, task=None, length=None, costs=None):
+        key = (run.path, arm and arm.id, task, length, str(costs))
         if key not in made:
-            made[key] = Panels(run, arm, task)
+            made[key] = Panels(run, arm, task, length, costs)
         return made[key]
 
     return panels
@@ -135,6 +135,7 @@ def test_a_cell_seen_before_is_shown_again_in_under_100_ms(panel):
     assert min(seconds) < 0.1
 
 
+@pytest.mark.slow
 def test_thirty_quick_changes_draw_three_times_at_most_and_end_at_the_last(panel, monkeypatch):
     made, drawn = panel.panels.pictures, []
 
@@ -259,12 +260,14 @@ def test_the_panel_is_a_widget_with_a_twin_in_html_and_words(panel):
     json.dumps(bundle, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_every_cell_of_a_small_grid_is_drawn_ahead(run, monkeypatch):
     monkeypatch.setattr(dflash_lab.explorer, "AHEAD_S", 600)
     panels = explore(run).panels
     assert all(panels.drawn(cell) for cell in panels.grid.cells.values())
 
 
+@pytest.mark.slow
 def test_inside_a_notebook_cells_are_drawn_while_it_is_idle(run):
     import asyncio
 
@@ -320,8 +323,9 @@ def test_acceptance_is_shown_with_the_lines_of_the_rules_of_thumb(panel):
 
 
 def test_a_run_of_one_kind_has_no_picker_of_cells(panel):
-    assert panel.arm not in panel.widget.children
+    assert panel.kind == {}
     assert panel.task in panel.widget.children
+    assert panel.length not in panel.widget.children
 
 
 @pytest.fixture(scope="module")
@@ -349,13 +353,13 @@ def picked(two_dtypes, quick):
 
 
 def test_another_kind_of_cells_brings_its_own_sizes_pictures_and_texts(picked):
-    options = picked.arm.options
-    assert sorted(options) == ["dtype bfloat16", "dtype float32"]
-    for label, sizes in (("dtype float32", [1, 2]), ("dtype bfloat16", [1, 4, 8])):
-        picked.arm.value = label
+    assert list(picked.kind) == ["dtype"]
+    assert picked.kind["dtype"].options == ("bfloat16", "float32")
+    for dtype, sizes in (("float32", [1, 2]), ("bfloat16", [1, 4, 8])):
+        picked.kind["dtype"].value = dtype
         settle(picked)
         assert [value for _, value in picked.block_size.options] == sizes
-        assert picked.panels.run.cell(picked.found.cell).dtype == label.split()[1]
+        assert picked.panels.run.cell(picked.found.cell).dtype == dtype
         assert picked.problem.value == ""
 
 
@@ -364,29 +368,134 @@ def test_a_task_leaves_its_prompts_and_figures_alone(picked, two_dtypes):
     settle(picked)
     assert [label for label, _ in picked.prompt.options] == ["p1"]
     assert set(picked.panels.frame["prompts"]) == {1}
-    assert "shown is code alone" in read_page(picked.view.value).text
-    picked.task.value = "all"
+    assert "shown are those of task code alone" in read_page(picked.view.value).text
+    picked.task.value = ALL
     settle(picked)
     assert set(picked.panels.frame["prompts"]) == {2}
 
 
+@pytest.fixture(scope="module")
+def many_kinds(tmp_path_factory):
+    """Three kinds of four that dtype and temperature allow; a long prompt and a short one."""
+    path = tmp_path_factory.mktemp("runs") / "many"
+    for told in ({}, {"dtype": "float32"}, {"dtype": "float32", "temperature": 0.7}):
+        for size in (1, 4):
+            ids, rows = list(TASKS), [block(1, 4, prompt_id=p) for p in TASKS] if size > 1 else []
+            prompts = [
+                prompt(p, task=task, prompt_ids=[7] * (200 if p == "p0" else 300))
+                for p, task in TASKS.items()
+            ]
+            texts = {f"{p}|0|0": [" the", " a", " of", " to"] for p in TASKS}
+            write_cell(path, request_of(ids, block_size=size, **told), prompts, rows, texts)
+    return open_run(path)
+
+
+@pytest.fixture
+def many(many_kinds, quick):
+    made = explore(many_kinds)
+    made.kind["temperature"].value = "0.7"  # of float32 alone
+    made.kind["dtype"].value = "float32"
+    settle(made)
+    return made
+
+
+def told(panel):
+    return {name: picker.value for name, picker in panel.kind.items()}
+
+
+def test_a_picker_for_each_property_that_differs_and_for_no_other(many):
+    pickers = [part.description for part in many.widget.children if part in many.pickers]
+    assert pickers == ["dtype", "temperature", "task", "context length"]
+
+
+def test_where_the_run_lacks_a_combination_the_picker_just_moved_wins_and_says_so(many):
+    many.kind["dtype"].value = "bfloat16"
+    settle(many)
+    assert told(many) == {"dtype": "bfloat16", "temperature": "0.0"}
+    assert many.panels.run.cell(many.found.cell).dtype == "bfloat16"
+    said = read_page(many.view.value).text
+    line = "No cells have dtype bfloat16 with temperature 0.7; shown is temperature 0.0."
+    assert line in said
+    many.kind["dtype"].value = "float32"
+    settle(many)
+    assert "No cells have" not in many.view.value
+    many.kind["dtype"].value = "bfloat16"
+    many.kind["temperature"].value = "0.7"
+    settle(many)
+    assert told(many) == {"dtype": "float32", "temperature": "0.7"}
+
+
+SHORT, LONG = "under 256 tokens", "256 to 1,023 tokens"
+
+
+def test_a_length_leaves_its_prompts_and_figures_alone(many):
+    assert many.length.options == (ALL, SHORT, LONG)
+    many.length.value = LONG
+    settle(many)
+    assert [label for label, _ in many.prompt.options] == ["p1"]
+    assert set(many.panels.frame["prompts"]) == {1}
+    assert f"shown are those {LONG} long alone" in read_page(many.view.value).text
+
+
+def test_no_prompt_of_a_task_and_a_length_is_said_in_one_line_until_there_is_one(many):
+    many.task.value = "code"
+    many.length.value = SHORT
+    settle(many)
+    said = read_page(many.view.value).text
+    assert f"No prompt of these cells is of task code and {SHORT} long." in said
+    assert "of task code alone" in said
+    assert many.problem.value == ""
+    many.length.value = LONG
+    settle(many)
+    assert "No prompt" not in read_page(many.view.value).text
+    assert [label for label, _ in many.prompt.options] == ["p1"]
+
+
 def test_what_cannot_be_read_of_another_kind_is_told_in_the_panel(picked, monkeypatch):
-    other = next(label for label in picked.arm.options if label != picked.arm.value)
+    dtype = picked.kind["dtype"]
+    other = next(value for value in dtype.options if value != dtype.value)
     monkeypatch.setattr(dflash_lab.explorer, "Panels", broken)
-    picked.arm.value = other
+    dtype.value = other
     assert "this cell is damaged" in read_page(picked.problem.value).text
 
 
-def broken(*args):
+def broken(*args, **settings):
     raise ValueError("this cell is damaged")
 
 
 # What if
 
 
-def cost_table(draft_s=0.02):
+def cost_table(draft_s=0.02, **facts):
     shapes = [(1, None), *((size, window) for size in (4, 8) for window in (None, WINDOW))]
-    return CostTable(costs=tuple(cost(*shape, draft_s=draft_s) for shape in shapes))
+    costs = tuple(cost(*shape, draft_s=draft_s) for shape in shapes)
+    return CostTable(costs=costs, facts={"dtype": "bfloat16", "hardware": HARDWARE} | facts)
+
+
+def test_the_predicted_curve_lies_over_the_measured_one_and_is_named(run, quick):
+    made = explore(run, costs=cost_table())
+    made.block_size.value = 8
+    settle(made)
+    foretold = made.panels.predicted
+    values = foretold[foretold["draft_window"].isna()]["predicted_tokens_per_s"].map(
+        "{:.1f}".format
+    )
+    curve = [f"{value} at {size}" for value, size in zip(values, SIZES, strict=True)]
+    words = "predicted, full window: " + ", ".join(curve).replace(" at ", " at block size ", 1)
+    assert words in pictures(made)[0][1]
+
+
+def test_a_table_of_another_machine_draws_nothing_over_this_one_and_says_so(run, quick):
+    made = explore(run, costs=cost_table(hardware="another"))
+    assert "predicted, " not in pictures(made)[0][1]
+    assert "it predicts nothing here" in read_page(made.view.value).text
+    assert made.problem.value == ""
+
+
+def test_a_table_stored_beside_the_run_is_read(tmp_path, quick):
+    write_run(tmp_path, prompts=2, block_sizes=(1, 4), windows=())
+    write_costs(cost_table(), tmp_path / "costs.json")
+    assert "predicted, full window: " in pictures(explore(tmp_path))[0][1]
 
 
 def test_without_stage_times_or_a_table_the_what_if_rests_and_says_what_it_needs(panel):

@@ -210,6 +210,17 @@ def test_a_stop_before_the_first_token_leaves_an_empty_trace_and_a_panel_that_ru
     assert panel.trace.finish_reason == "length"
 
 
+def test_a_stop_after_the_drafting_lane_ended_stops_plain_decoding_alone():
+    panel = made(ORACLE, verify_s=0.02)
+    panel.run()
+    soon(lambda: panel.trace is not None and panel.trace.finish_reason == "length")
+    panel.stop()
+    finish(panel)
+    assert panel.plain.finish_reason == "cancelled"
+    assert panel.status.value.startswith("24 tokens in ")
+    assert "x the speed of plain decoding" in panel.status.value
+
+
 def test_a_second_click_starts_no_second_decode():
     panel = made(WRONG, tokens=50, verify_s=0.02)
     panel.run()

@@ -2,16 +2,14 @@
 
 import pytest
 
+from dflash_lab.kinds import tasks
 from dflash_lab.panels import (
     FIGURES,
     Grid,
     Panels,
-    arms,
     facts,
-    like,
     make_grid,
     place_name,
-    tasks,
     with_interval,
     written,
 )
@@ -155,25 +153,6 @@ def test_a_run_without_a_finished_cell_is_refused(tmp_path):
     (tmp_path / "cells").mkdir()
     with pytest.raises(ValueError, match="no finished cell"):
         Panels(open_run(tmp_path))
-
-
-def test_arms_are_told_apart_by_what_differs_between_them(tmp_path):
-    for settings in ({}, {"dtype": "float32"}, {"dtype": "float32", "temperature": 0.7}):
-        for size in (1, 4):
-            write_cell(tmp_path, request_of(["p0"], block_size=size, **settings), [prompt()])
-    run = open_run(tmp_path)
-    assert sorted(arms(run)) == [
-        "dtype bfloat16, temperature 0.0",
-        "dtype float32, temperature 0.0",
-        "dtype float32, temperature 0.7",
-    ]
-    warm = arms(run)["dtype float32, temperature 0.7"]
-    assert {cell.request["temperature"] for cell in like(run, warm).cells} == {0.7}
-    assert set(Panels(run, warm).grid.cells) == {(1, None), (4, None)}
-
-
-def test_a_run_of_one_kind_has_one_arm(panels):
-    assert list(arms(panels.run)) == ["all cells"]
 
 
 def test_figures_of_a_task_are_those_of_its_prompts_alone(panels):

@@ -1,5 +1,6 @@
 """Figures: the same bytes everywhere, nothing clipped or left behind, text taken literally."""
 
+import io
 import itertools
 import re
 import subprocess
@@ -452,6 +453,27 @@ def test_an_svg_carries_its_description_and_is_well_formed(demo):
     root = ElementTree.fromstring(plot.to_svg(fig))
     assert root.tag.endswith("svg")
     assert root.attrib["role"] == "img" and root.attrib["aria-label"] == fig.alt
+
+
+def test_an_svg_is_what_matplotlib_draws_to_a_hundredth_of_a_point(demo):
+    fig, buffer = demo.draw("survival"), io.StringIO()
+    with plot.style.house_style(**{"svg.hashsalt": "dflash-lab"}):
+        fig.savefig(buffer, format="svg", metadata=plot.style.NO_SVG_METADATA)
+    drawn, ours = (
+        list(ElementTree.fromstring(text).iter()) for text in (buffer.getvalue(), plot.to_svg(fig))
+    )
+    assert [part.tag for part in ours] == [part.tag for part in drawn]
+    for one, other in zip(ours, drawn, strict=True):
+        assert numbers(one) == pytest.approx(numbers(other), abs=0.0051)
+
+
+def numbers(part):
+    """What places and shapes an element, in order; `x` and a shift to the right are the same."""
+    names = ("d", "x", "y", "width", "height", "transform", "style")
+    words = " ".join(part.get(name, "") for name in names)
+    found = [float(word) for word in re.findall(r"-?\d+(?:\.\d+)?", words)]
+    letter = part.tag.endswith("use") and len(found) == 2 and part.get("transform")
+    return found[:1] if letter else found
 
 
 # State

@@ -2,14 +2,17 @@
 
 import itertools
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from dflash_lab import plot
-from dflash_lab.analyse import cell_frame, published_points, speedup_frame
+from dflash_lab.analyse import cell_frame, published_points, speedup_frame, task_frame
 from dflash_lab.costs import CostTable, write_costs
 from dflash_lab.figures import FIGURES, Material, NothingToDraw
 from dflash_lab.figures.drawn import COSTS
+from dflash_lab.replay import AcceptanceMap, Text, clip_frame, save_map
+from dflash_lab.replay.maps import PromptMap
 from dflash_lab.store import open_run
 from dflash_lab.tests.runs import HARDWARE, block, prompt, request_of, write_cell, write_run
 from dflash_lab.tests.test_plot import assert_words_are_readable, said
@@ -36,6 +39,8 @@ def test_no_label_is_clipped_or_covers_another_in_any_size(material, name, size)
     with plot.sized(size):
         figure = FIGURES[name](material).figure
     assert_words_are_readable(figure)
+    if size == "slide":
+        assert tuple(figure.get_size_inches()) == (6.4, 3.6)
 
 
 UNITS = {
@@ -55,6 +60,34 @@ def test_axes_say_what_they_show_and_in_which_unit(material, name):
     figure = FIGURES[name](material).figure
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
     assert [label for label in labels if label] == UNITS[name]
+
+
+@pytest.mark.parametrize("size", plot.SIZES)
+def test_many_tasks_with_long_names_stay_apart(material, size):
+    frame = task_frame(material.run).query("dtype == 'bfloat16' and draft_window.isna()")
+    one = frame[frame["task"] == frame["task"].iloc[0]]
+    many = [one.assign(task=f"{number} summarisation <b>$") for number in range(8)]
+    with plot.sized(size):
+        figure = plot.tasks(pd.concat(many))
+    assert_words_are_readable(figure)
+    assert len(figure.axes) == 8
+    inches = min(axes.get_position().width for axes in figure.axes) * figure.get_figwidth()
+    assert inches > (0.5 if size == "slide" else 1)
+
+
+@pytest.mark.parametrize("size", plot.SIZES)
+def test_long_names_of_prompts_and_policies_are_not_cut_by_the_edge(material, size):
+    frame = FIGURES["pairs"](material).table.assign(
+        prompt_id=lambda t: "WIDE <m> $x$@" + t.prompt_id
+    )
+    parted = PARTED.assign(prompt_id="WIDE <m> $x$@ of a name")
+    ways = pd.DataFrame({"policy": ["survival times cost, window 4096", "block size 4"]}).assign(
+        bound=None, prompts=3, tokens_per_s=9.0, tokens_per_s_low=8.0, tokens_per_s_high=10.0
+    )
+    with plot.sized(size):
+        drawn = [plot.pairs(frame, "one", "other"), plot.margins(parted), plot.policies(ways)]
+    for figure in drawn:
+        assert_words_are_readable(figure)
 
 
 def test_a_column_leaves_title_and_notes_to_the_caption_and_has_its_labels_below(material):
@@ -222,3 +255,66 @@ def test_a_bound_that_no_policy_can_reach_is_hollow(size):
     hollow = [line for line in figure.axes[0].get_lines() if line.get_marker() == "D"]
     assert [line.get_xdata()[0] for line in hollow] == [22.0]
     assert "Hollow: chosen after the fact, an upper bound" in figure.notes
+
+
+# An acceptance map beside the run, and no cell under a policy
+
+
+def mapped(sizes=(1, 4, 8), windows=(None,)):
+    """Two texts of eight blocks' anchors; half of what is drafted is right."""
+    counts = np.array([[min(size // 2, 8 - at) for at in range(8)] for size in sizes], np.int32)
+    texts = [Text(prompt_id=p, prompt_ids=(1, 2), tokens=tuple(range(9))) for p in ("p0", "p1")]
+    accepted = np.repeat(counts[:, None], len(windows), axis=1)
+    return AcceptanceMap(
+        block_sizes=sizes,
+        draft_windows=windows,
+        prompts=tuple(PromptMap(text=text, accepted=accepted) for text in texts),
+        context_limit=1000,
+        trained_block_size=16,
+    )
+
+
+@pytest.mark.parametrize("size", plot.SIZES)
+def test_policies_of_a_map_alone_are_predictions_and_say_so(tmp_path, size):
+    material = costed(tmp_path)
+    acceptance = mapped()
+    save_map(material.run, acceptance)
+    with plot.sized(size):
+        drawn = FIGURES["policies"](material)
+    assert_words_are_readable(drawn.figure)
+    fixed = drawn.table.set_index("policy").loc["block size 4"]
+    context = round(np.mean(material.run.blocks(("start",))["start"].to_numpy()))
+    block_s = material.costs.by_rows(None, context)[4, 4]
+    # 8 tokens a text: three each from the blocks at 0 and 3, then two; three blocks
+    assert fixed["tokens_per_s"] == pytest.approx(8 / (3 * block_s))
+    assert drawn.figure.axes[0].get_xlabel() == "predicted throughput (tokens/s)"
+    assert drawn.figure.alt.startswith("Predicted throughput")
+    assert "Predicted: texts replayed, blocks at their measured costs" in drawn.figure.notes
+    assert drawn.cells == ()
+
+
+def test_a_size_without_a_whole_block_is_drawn_without_a_tau():
+    figure = plot.clipped(clip_frame(mapped(sizes=(4, 12, 16))))
+    assert "clipped: 4.00 at 4, n/a at 12. drafted anew: 3.00 at 4, 7.00 at 12" in figure.alt
+
+
+def test_a_map_without_costs_or_with_others_is_a_reason_to_draw_no_policies(tmp_path):
+    material = Material(open_run(write_run(tmp_path, prompts=2, block_sizes=(1, 4), windows=())))
+    with pytest.raises(NothingToDraw, match="no acceptance map is stored"):
+        FIGURES["policies"](material)
+    save_map(material.run, mapped())
+    with pytest.raises(NothingToDraw, match=r"dflash-lab costs --out RUN/costs.json"):
+        FIGURES["policies"](material)
+    with pytest.raises(NothingToDraw, match="have no seconds for block size 8"):
+        FIGURES["policies"](costed(tmp_path, sizes=(1, 4)))
+
+
+def test_a_map_of_other_windows_and_two_maps_are_reasons_to_draw_no_policies(tmp_path):
+    material = costed(tmp_path)
+    save_map(material.run, mapped(windows=(16,)))
+    with pytest.raises(NothingToDraw, match="draft window None is not in this map"):
+        FIGURES["policies"](material)
+    save_map(material.run, mapped())
+    for name in ("policies", "clipped"):
+        with pytest.raises(NothingToDraw, match="holds 2 acceptance maps"):
+            FIGURES[name](Material(material.run))

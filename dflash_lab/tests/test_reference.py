@@ -1,5 +1,7 @@
 """What is committed under results/reference is what its stored cells say."""
 
+import base64
+import zlib
 from pathlib import Path
 
 import matplotlib
@@ -8,7 +10,11 @@ import pytest
 import dflash_lab as dl
 from dflash_lab.exactness import read_audits
 from dflash_lab.figures import write_figures
+from dflash_lab.panels import Panels
+from dflash_lab.reports.content import exactness, tables
+from dflash_lab.tests.pages import read_page
 
+FIGURES = ("throughput", "survival")
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 MATPLOTLIB = "3.11.2"  # drew the committed figures; other versions may write other bytes
 
@@ -39,6 +45,26 @@ def test_the_reference_run_is_the_demos(run):
     reason=f"the figures were drawn by matplotlib {MATPLOTLIB}",
 )
 def test_the_readmes_figure_is_rebuilt_from_the_stored_cells_byte_for_byte(run, tmp_path):
-    write_figures(run, tmp_path)
-    for name in ("throughput.svg", "survival.svg"):
+    write_figures(run, tmp_path, names=FIGURES)
+    for name in (f"{figure}.svg" for figure in FIGURES):
         assert (tmp_path / name).read_bytes() == (RESULTS / "reference" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_committed_report_says_what_the_stored_cells_say(run):
+    page = (run.path / "report.html").read_text(encoding="utf-8")
+    made, panels = read_page(page), Panels(run)
+    assert made.by_class("answer").text == dl.choose(run).sentence
+    assert exactness(run)["sentence"] in " ".join(made.text.split())
+    for shown, (name, table) in zip(made.all("table"), tables(panels).items(), strict=True):
+        assert next(shown.all("caption")).text == name
+        rows = list(next(shown.all("tbody")).all("tr"))
+        texts = [tuple(cell.text for cell in (*row.all("th"), *row.all("td"))) for row in rows]
+        assert texts == [tuple(text for text, _ in row) for row in table.rows]
+
+
+@pytest.mark.parametrize("private", ["/home/", "/root/", "/tmp/", "/work/", "/Users/"])
+def test_the_committed_report_names_no_folder_of_the_machine_that_wrote_it(run, private):
+    page = (run.path / "report.html").read_text(encoding="utf-8")
+    data = zlib.decompress(base64.b64decode(read_page(page).by_id("data").text)).decode()
+    assert private not in page + data

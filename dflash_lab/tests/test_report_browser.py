@@ -60,6 +60,9 @@ class Visit:
         }
 
 
+READY = "!document.getElementById('data') || document.documentElement.matches('.live')"
+
+
 def visit(browser, address: str, **settings) -> Iterator[Visit]:
     context = browser.new_context(**settings)
     made = Visit(page=context.new_page())
@@ -76,6 +79,8 @@ def visit(browser, address: str, **settings) -> Iterator[Visit]:
     made.page.on("pageerror", lambda error: made.errors.append(str(error)))
     made.page.on("dialog", lambda dialog: made.errors.append(dialog.message) or dialog.dismiss())
     made.page.goto(address)
+    if settings.get("java_script_enabled", True):
+        made.page.wait_for_function(READY)
     yield made
     made.page.wait_for_timeout(100)
     assert [url for url in made.refused if not url.startswith("data:")] == []
@@ -292,8 +297,43 @@ def test_axe_notices_a_picture_without_words(browser, tmp_path):
         assert fault.startswith("image-alt")
 
 
-def test_paper_shows_the_tables_and_no_control(shown):
-    shown.page.emulate_media(media="print")
-    assert not shown.page.locator("#block-size").is_visible()
-    assert shown.page.locator("table").first.is_visible()
-    assert shown.page.locator("#throughput").is_visible()
+PAPER = 688  # pixels of an A4 page between its margins
+SEEN = "all => all.map(e => e.checkVisibility({ contentVisibilityAuto: true }))"
+CONTROLS = "#block-size, #draft-window, #prompt, #text .dl-step, #text .dl-toggle"
+
+
+@pytest.fixture
+def printed(browser, address):
+    """The report on paper, printed by somebody whose screen is dark."""
+    size = {"width": PAPER, "height": 1000}
+    for made in visit(browser, address, viewport=size, color_scheme="dark"):
+        made.page.emulate_media(media="print", color_scheme="dark")
+        yield made
+
+
+def test_paper_is_white_and_so_is_every_figure(printed):
+    style = "getComputedStyle(e)"
+    ground = printed.page.locator("body").evaluate(f"e => {style}.backgroundColor")
+    assert ground == "rgb(255, 255, 255)"
+    filters = printed.page.locator("figure img").evaluate_all(
+        f"all => all.map(e => {style}.filter)"
+    )
+    assert set(filters) == {"none"}
+
+
+def test_nothing_is_wider_than_paper(printed):
+    wide = "all => all.map(e => e.getBoundingClientRect().right)"
+    for kind, least in (("figure img", 5), ("table", 3), ("dl", 3)):
+        ends = printed.page.locator(kind).evaluate_all(wide)
+        assert len(ends) >= least
+        assert max(ends) <= PAPER
+
+
+def test_paper_shows_no_control_and_all_that_is_folded_on_a_screen(printed):
+    controls = printed.page.locator(CONTROLS)
+    assert controls.count() == 5
+    assert not any(controls.evaluate_all(SEEN))
+    folded = printed.page.locator("details table, details dl, details .points, details code")
+    assert folded.count() > 10
+    assert all(folded.evaluate_all(SEEN))
+    assert printed.page.locator("#prompt-name").is_visible()

@@ -1,8 +1,12 @@
 """The report: one file that needs nothing else, with the numbers of the frames and literal text."""
 
+import base64
 import json
 import re
+import zlib
 from dataclasses import replace
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,7 +15,7 @@ from dflash_lab.analyse import cell_frame, choose, records
 from dflash_lab.exactness import read_audits, write_audit
 from dflash_lab.figures import FIGURES
 from dflash_lab.panels import Panels
-from dflash_lab.reports import gallery, page, report, script_json
+from dflash_lab.reports import gallery, inline, packed, page, report
 from dflash_lab.store import open_run
 from dflash_lab.tests.pages import Element, read_page, shown_text
 from dflash_lab.tests.runs import HARDWARE, block, prompt, request_of, write_cell, write_run
@@ -54,8 +58,12 @@ def strictly(text):
     return json.loads(text, parse_constant=refuse)
 
 
+def unpacked(text):
+    return strictly(zlib.decompress(base64.b64decode(text)))
+
+
 def data_of(made: Element):
-    return strictly(made.by_id("data").text)
+    return unpacked(made.by_id("data").text)
 
 
 def written_page(path, **settings):
@@ -107,14 +115,34 @@ def test_nothing_in_the_file_comes_from_outside(source, made):
     assert not [script for script in made.all("script") if "src" in script.attributes]
 
 
+def test_a_picture_in_the_page_is_the_one_that_was_drawn(made, run):
+    start = made.by_id("readout").attributes["data-cell"]
+    for name, drawn in zip(("throughput", "survival"), Panels(run).pictures(start), strict=True):
+        address = made.by_id(name).attributes["src"]
+        assert "#" not in address  # it would end the address
+        assert as_xml(unquote(address.removeprefix("data:image/svg+xml,"))) == as_xml(drawn.svg)
+
+
+def as_xml(svg):
+    return ElementTree.canonicalize(svg, strip_text=True)
+
+
+def test_words_of_a_picture_survive_its_address():
+    words = "50 % of &lt;b&gt; &quot;a&#x27;s&quot; #1 &amp;amp;"
+    address = str(inline(f'<svg role="img"\naria-label="{words}"/>'))
+    (image,) = read_page(f'<img src="{address}">').all("img")
+    svg = unquote(image.attributes["src"].partition(",")[2])
+    assert ElementTree.fromstring(svg).get("aria-label") == '50 % of <b> "a\'s" #1 &amp;'
+
+
 def test_the_same_run_gives_the_same_bytes(run, source):
     assert page(open_run(run.path)) == source
 
 
 @pytest.mark.slow
-def test_a_run_of_the_demos_size_with_all_figures_takes_less_than_5_mb(tmp_path, monkeypatch):
+def test_a_run_of_the_demos_size_with_all_figures_takes_less_than_2_mb(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "FIGURES", FIGURES)
-    assert report(write_run(tmp_path)).stat().st_size < 5_000_000
+    assert report(write_run(tmp_path)).stat().st_size < 2_000_000
 
 
 def test_every_picture_and_control_is_named(made):
@@ -231,14 +259,13 @@ def test_figures_beside_the_pictures_are_those_of_the_frame(made, run):
 
 def test_json_holds_no_number_that_is_none(made):
     assert data_of(made)["lines"]
-    assert script_json({"x": float("nan")}) == '{"x": null}'
+    assert unpacked(packed({"x": float("nan")})) == {"x": None}
 
 
 def test_json_cannot_end_its_script():
-    text = "</script><!-- <script>"
-    packed = script_json({text: text})
-    assert "<" not in packed
-    assert strictly(packed) == {text: text}
+    text = "</script><!-- <script> é 👩\u200d👧"
+    assert "<" not in packed({text: text})
+    assert unpacked(packed({text: text})) == {text: text}
 
 
 # Text
