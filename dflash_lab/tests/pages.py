@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from typing import Any, NoReturn
 
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "wbr"}
 
@@ -77,3 +81,17 @@ def shown_text(text: Element) -> str:
     """What a coloured text says: its tokens, without what was drafted in vain."""
     tokens = text.all("bdi")
     return "".join(token.text for token in tokens if not token.within("dl-drafts"))
+
+
+def unpacked(text: str) -> Any:
+    """The values that a page holds deflated, read as strict JSON."""
+
+    def refuse(word: str) -> NoReturn:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(zlib.decompress(base64.b64decode(text)), parse_constant=refuse)
+
+
+def data_of(page: Element) -> Any:
+    """The data that the script of a report reads."""
+    return unpacked(page.by_id("data").text)

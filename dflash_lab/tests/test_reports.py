@@ -1,9 +1,7 @@
 """The report: one file that needs nothing else, with the numbers of the frames and literal text."""
 
-import base64
 import json
 import re
-import zlib
 from dataclasses import replace
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -17,7 +15,7 @@ from dflash_lab.figures import FIGURES
 from dflash_lab.panels import Panels
 from dflash_lab.reports import gallery, inline, packed, page, report
 from dflash_lab.store import open_run
-from dflash_lab.tests.pages import Element, read_page, shown_text
+from dflash_lab.tests.pages import Element, data_of, read_page, shown_text, unpacked
 from dflash_lab.tests.runs import HARDWARE, block, prompt, request_of, write_cell, write_run
 from dflash_lab.tokens import SHOWN_AS
 
@@ -49,21 +47,6 @@ def source(run):
 @pytest.fixture(scope="module")
 def made(source):
     return read_page(source)
-
-
-def strictly(text):
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def unpacked(text):
-    return strictly(zlib.decompress(base64.b64decode(text)))
-
-
-def data_of(made: Element):
-    return unpacked(made.by_id("data").text)
 
 
 def written_page(path, **settings):

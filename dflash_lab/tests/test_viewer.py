@@ -11,7 +11,7 @@ from dflash_lab.config import DecodeConfig
 from dflash_lab.decoding import decode
 from dflash_lab.reports import page
 from dflash_lab.store import Run, open_run
-from dflash_lab.tests.pages import read_page, shown_text
+from dflash_lab.tests.pages import data_of, read_page, shown_text
 from dflash_lab.tests.runs import HOSTILE, block, prompt, request_of, write_cell, write_run
 from dflash_lab.tests.toys import noise, replay_target, scripted_pair
 from dflash_lab.tokens import SHOWN_AS, ShownTrace, Traces, live_trace, shown_block, stored_trace
@@ -165,7 +165,7 @@ def test_the_script_imports_nothing_and_makes_no_markup_of_text():
 def test_a_report_holds_the_very_script_and_every_trace(run, cell):
     made = read_page(page(run))
     assert any(script() in s.text for s in made.all("script"))
-    data = json.loads(made.by_id("data").text)
+    data = data_of(made)
     traces = Traces(run, [cell])
     told = json.loads(json.dumps(view(traces.of(cell, traces.prompts[0].key))))
     assert data["traces"][cell] == [told]
