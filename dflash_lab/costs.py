@@ -24,7 +24,7 @@ from dflash_lab.checkpoint import DraftConfig
 from dflash_lab.config import check_block_size, check_window, listed, whole
 from dflash_lab.decoding import Stopwatch
 from dflash_lab.load import Pair
-from dflash_lab.provenance import hardware, short_name, utc_now, versions
+from dflash_lab.provenance import hardware, pair_names, short_name, utc_now, versions
 from dflash_lab.store import Run, plain, to_json, write_atomic
 from dflash_lab.trace import StageSeconds
 
@@ -213,12 +213,7 @@ def describe(pair: Pair | Models, told: Mapping[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if isinstance(pair, Pair):
         own = {
-            "backend": pair.spec.backend,
-            "pair": pair.spec.name,
-            "target": short_name(pair.spec.target),
-            "draft": short_name(pair.spec.draft),
-            "target_sha": pair.fingerprint.get("target"),
-            "draft_sha": pair.fingerprint.get("draft"),
+            **pair_names(pair),
             "trained_block_size": pair.draft_config.trained_block_size,
         }
     return {
@@ -384,6 +379,8 @@ def measure_shape(
 
 # Files
 
+BESIDE = "costs.json"  # in a run's folder: a cost table of the machine that measured it
+
 
 def write_costs(table: CostTable, path: str | Path) -> Path:
     """Write a table as .json or .parquet."""
@@ -400,6 +397,11 @@ def write_costs(table: CostTable, path: str | Path) -> Path:
     pq.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(told), sink)
     write_atomic(path, sink.getvalue().to_pybytes())
     return path
+
+
+def costs_beside(run: Path) -> CostTable | None:
+    """The table in the folder of a run; None where there is none."""
+    return read_costs(run / BESIDE) if (run / BESIDE).is_file() else None
 
 
 def read_costs(path: str | Path) -> CostTable:

@@ -15,8 +15,7 @@ from threading import RLock, Timer
 from typing import Any
 
 from dflash_lab.config import window_name
-from dflash_lab.costs import CostTable, read_costs
-from dflash_lab.figures.drawn import COSTS
+from dflash_lab.costs import CostTable, costs_beside
 from dflash_lab.kinds import (
     Kind,
     NoPrompts,
@@ -85,10 +84,7 @@ def explore(run: Run | str | Path, *, costs: CostTable | None = None) -> Explore
         "dl.report(run) writes the same sliders into a page that needs no kernel.",
     )
     run = run if isinstance(run, Run) else open_run(run)
-    stored = run.path / COSTS
-    if costs is None and stored.is_file():
-        costs = read_costs(stored)
-    return Explorer(run, widgets, costs)
+    return Explorer(run, widgets, costs or costs_beside(run.path))
 
 
 class LatestOnly:

@@ -46,6 +46,18 @@ def provenance(pair: Pair) -> dict[str, Any]:
     }
 
 
+def pair_names(pair: Pair) -> dict[str, Any]:
+    """What a stored result says of its pair: backend, names without paths, fingerprints."""
+    return {
+        "backend": pair.spec.backend,
+        "pair": pair.spec.name,
+        "target": short_name(pair.spec.target),
+        "target_sha": pair.fingerprint.get("target"),
+        "draft": short_name(pair.spec.draft),
+        "draft_sha": pair.fingerprint.get("draft"),
+    }
+
+
 def utc_now() -> str:
     """The time now, to the second, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")

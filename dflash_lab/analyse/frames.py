@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 
 from dflash_lab.analyse.resampling import draw_prompts, ends, intervals, ratio
 from dflash_lab.analyse.sums import Places, Sums, prompt_sums
+from dflash_lab.backends import OWN
 from dflash_lab.store import Cell, Run
 
-OWN = "dflash_lab"  # the engine that is our own loop; any other is a library's generator
 REQUEST_COLUMNS = (
     "engine",
     "backend",

@@ -11,6 +11,7 @@ from dflash_lab.accept import Verdict
 from dflash_lab.checkpoint import DraftConfig
 from dflash_lab.sampling import Sampling
 
+OWN = "dflash_lab"  # the engine that is our own loop; any other is a library's generator
 LIBRARIES = {"torch": "transformers", "mlx": "mlx-lm"}  # whose own generator is the reference
 LOOKUP = "prompt-lookup"  # that generator, drafting what followed the same tokens before
 LOOKUP_TOKENS = 10  # that it proposes at a time, as in Spec-Bench

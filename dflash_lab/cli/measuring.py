@@ -49,10 +49,11 @@ from dflash_lab.cli.printing import (
     say,
 )
 from dflash_lab.cli.settings import (
-    asked_block_size,
     asked_block_sizes,
+    decode_config,
     given,
     one_backend,
+    pair_or_draft,
     policies_of,
     which_pair,
     whole_numbers,
@@ -178,16 +179,12 @@ def audit(
     ] = None,
 ) -> None:
     """Compare drafted text with the library's own and say why it parts; 1 is a mismatch."""
-    from dflash_lab import config as configs
     from dflash_lab import exactness, load
     from dflash_lab.prompts import load_prompts
     from dflash_lab.store import open_run
 
-    settings = configs.DecodeConfig(
-        **asked_block_size(block_size),
-        draft_window=window_of(draft_window),
-        max_new_tokens=max_new_tokens,
-        beyond_trained=beyond_trained,
+    settings = decode_config(
+        block_size, draft_window, max_new_tokens, beyond_trained=beyond_trained
     )
     shared = given(backend=backend, device=device, draft_bits=draft_bits)
     run = None if out is None else open_run(out)
@@ -269,17 +266,14 @@ def benchmark(
     size is measured, without --dataset the bundled prompts are decoded.
     """
     from dflash_lab import benchmark_text as text
-    from dflash_lab import benchmarking, load, store
+    from dflash_lab import benchmarking, store
 
     if as_json and markdown:
         raise ValueError("--json and --markdown are two forms of one answer; give one of them.")
     shared = given(
         backend=one_backend(engine, backend), dtype=dtype, device=device, draft_bits=draft_bits
     )
-    if draft is not None and target is None and pair is None:
-        spec = load.spec_of_draft(draft, **shared)
-    else:
-        spec = which_pair(pair, target, draft, shared)
+    spec = pair_or_draft(pair, target, draft, shared)
     settings = asked_block_sizes(block_sizes) | given(
         prompts=dataset,
         max_prompts=max_samples,

@@ -42,7 +42,9 @@ from dflash_lab.cli.printing import (
 )
 from dflash_lab.cli.settings import (
     asked_block_size,
+    decode_config,
     given,
+    pair_or_draft,
     which_pair,
     window_of,
 )
@@ -95,7 +97,6 @@ def decode(
     beyond_trained: Beyond = False,
 ) -> None:
     """Decode one prompt and say how its blocks went."""
-    from dflash_lab import config as configs
     from dflash_lab import decoding, load
     from dflash_lab.provenance import short_name
 
@@ -109,10 +110,10 @@ def decode(
         rule=rule,
         proposal=proposal,
     )
-    settings = configs.DecodeConfig(
-        **asked_block_size(block_size),
-        draft_window=window_of(draft_window),
-        max_new_tokens=max_new_tokens,
+    settings = decode_config(
+        block_size,
+        draft_window,
+        max_new_tokens,
         stop_strings=tuple(stop or ()),
         beyond_trained=beyond_trained,
         **drawn,
@@ -230,20 +231,13 @@ def serve(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
 ) -> None:
     """Serve a pair to clients of OpenAI's API, until Ctrl-C."""
-    from dflash_lab import config as configs
-    from dflash_lab import load, serving
+    from dflash_lab import serving
 
-    settings = configs.DecodeConfig(
-        **asked_block_size(block_size),
-        draft_window=window_of(draft_window),
-        max_new_tokens=max_new_tokens,
-        beyond_trained=beyond_trained,
+    settings = decode_config(
+        block_size, draft_window, max_new_tokens, beyond_trained=beyond_trained
     )
     shared = given(backend=backend, dtype=dtype, device=device, draft_bits=draft_bits)
-    if draft is not None and target is None and name is None:
-        spec = load.spec_of_draft(draft, **shared)
-    else:
-        spec = which_pair(name, target, draft, shared)
+    spec = pair_or_draft(name, target, draft, shared)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     try:

@@ -41,6 +41,20 @@ def one_backend(argument: str | None, flag: str | None) -> str | None:
     return "torch" if named == "transformers" else named
 
 
+def decode_config(
+    block_size: str | None, draft_window: str | None, max_new_tokens: int, **settings: Any
+) -> Any:
+    """How to decode, block size and window as their flags say."""
+    from dflash_lab.config import DecodeConfig
+
+    return DecodeConfig(
+        **asked_block_size(block_size),
+        draft_window=window_of(draft_window),
+        max_new_tokens=max_new_tokens,
+        **settings,
+    )
+
+
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
     """Numbers separated by commas."""
     try:
@@ -104,3 +118,14 @@ def which_pair(
     stands = base.pair if whole else base
     filed = {key: getattr(stands, key) for key in ("backend", "dtype", "device")}
     return pair_spec(name, target=target, draft=draft, **(filed | shared))
+
+
+def pair_or_draft(
+    name: str | None, target: str | None, draft: str | None, shared: dict[str, Any]
+) -> Any:
+    """As `which_pair`; a draft that stands alone finds its target itself."""
+    from dflash_lab.load import spec_of_draft
+
+    if draft is not None and target is None and name is None:
+        return spec_of_draft(draft, **shared)
+    return which_pair(name, target, draft, shared)

@@ -30,11 +30,9 @@ from dflash_lab.analyse import (
     task_frame,
     timeline_frame,
 )
-from dflash_lab.costs import CostTable, prediction_frame, read_costs
+from dflash_lab.costs import BESIDE, CostTable, costs_beside, prediction_frame
 from dflash_lab.replay import AcceptanceMap, clip_frame, load_map, policy_frame
 from dflash_lab.store import Run, map_names
-
-COSTS = "costs.json"  # in a run's folder: a cost table of the machine that measured it
 
 
 class NothingToDraw(ValueError):
@@ -82,12 +80,12 @@ class Material:
     @cached_property
     def costs(self) -> CostTable:
         """The cost table that lies in the run's folder."""
-        path = self.run.path / COSTS
-        if not path.is_file():
+        table = costs_beside(self.run.path)
+        if table is None:
             raise NothingToDraw(
-                f"the run holds no {COSTS}; dflash-lab costs --out RUN/{COSTS} makes it"
+                f"the run holds no {BESIDE}; dflash-lab costs --out RUN/{BESIDE} makes it"
             )
-        return read_costs(path)
+        return table
 
     @cached_property
     def acceptance(self) -> AcceptanceMap:

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from dflash_lab.backends import Proposals
+from dflash_lab.backends import OWN, Proposals
 from dflash_lab.config import DecodeConfig, check_block_size, check_window
 from dflash_lab.decoding import check_prompt, decode, resolve_request
 from dflash_lab.exactness import label_of, tolerance_of
 from dflash_lab.load import Pair
 from dflash_lab.prompts import Prompt
-from dflash_lab.provenance import hardware, short_name
+from dflash_lab.provenance import hardware, pair_names
 from dflash_lab.store import Run
-from dflash_lab.sweeps import OWN
 from dflash_lab.trace import Trace
 
 NO_TOKEN = -1  # where a slot was not asked for
@@ -182,17 +181,12 @@ def effective_sizes(
 
 def pair_facts(pair: Pair) -> dict[str, Any]:
     """What acceptance depends on beside the texts, and where it was computed."""
-    spec, sha, told = pair.spec, pair.fingerprint, pair.models.describe()
+    told = pair.models.describe()
     return {
-        "backend": spec.backend,
+        **pair_names(pair),
         "device": pair.models.device,
         "dtype": pair.models.dtype,
-        "pair": spec.name,
-        "target": short_name(spec.target),
-        "target_sha": sha.get("target"),
-        "draft": short_name(spec.draft),
-        "draft_sha": sha.get("draft"),
-        "template_sha": sha.get("template"),
+        "template_sha": pair.fingerprint.get("template"),
         "attention": told.get("attention"),
         "hardware": hardware(told.get("gpu"))["class"],
         "window_rule": "per_block",

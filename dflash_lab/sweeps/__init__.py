@@ -5,12 +5,11 @@ line (`decodes`), `running` is the call around it, `progress` says how far it is
 """
 
 from dflash_lab.sweeps.filling import CellInUseWarning, seconds_left
-from dflash_lab.sweeps.planning import OWN, prompts_of
+from dflash_lab.sweeps.planning import prompts_of
 from dflash_lab.sweeps.progress import ProgressLines, SweepProgress
 from dflash_lab.sweeps.running import status, sweep
 
 __all__ = [
-    "OWN",
     "CellInUseWarning",
     "ProgressLines",
     "SweepProgress",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dflash_lab.backends import OWN
 from dflash_lab.config import SweepConfig
 from dflash_lab.decoding import (
     AcceptanceWarning,
@@ -20,7 +21,7 @@ from dflash_lab.decoding import (
 )
 from dflash_lab.load import Pair, PromptLike
 from dflash_lab.store import decode_line
-from dflash_lab.sweeps.planning import OWN, Plan
+from dflash_lab.sweeps.planning import Plan
 
 
 class Cancelled(Exception):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dflash_lab.backends import OWN
 from dflash_lab.config import SweepConfig
 from dflash_lab.decoding import AcceptanceWarning, silence
 from dflash_lab.lease import Leases, remove_dead
@@ -30,7 +31,7 @@ from dflash_lab.store import (
 )
 from dflash_lab.sweeps.decodes import Cancelled, library_line, own_line, warm_up
 from dflash_lab.sweeps.pairs import Pairs
-from dflash_lab.sweeps.planning import OWN, Plan, described
+from dflash_lab.sweeps.planning import Plan, described
 from dflash_lab.sweeps.progress import SweepProgress
 
 

@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dflash_lab.backends import LIBRARIES, LOOKUP, LOOKUP_TOKENS
+from dflash_lab.backends import LIBRARIES, LOOKUP, LOOKUP_TOKENS, OWN
 from dflash_lab.config import SAMPLING, DecodeConfig, SweepConfig
 from dflash_lab.decoding import check_prompt, resolve_request
 from dflash_lab.load import Pair
 from dflash_lab.policies import describe_policy, policy_label, read_policy
 from dflash_lab.prompts import Prompt, load_prompts
-from dflash_lab.provenance import hardware, short_name
+from dflash_lab.provenance import hardware, pair_names, short_name
 from dflash_lab.store import SCHEMA, cell_id
 from dflash_lab.sweeps.pairs import Pairs
-
-OWN = "dflash_lab"  # the engine that is our own loop; the others are the libraries' generators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +81,7 @@ def plan_cells(config: SweepConfig, pairs: Pairs, prompts: Sequence[Prompt]) -> 
     for engine in (name for name, wish in asked.items() if wish):
         for dtype in (pairs.dtype, *plain):
             wanted.setdefault((engine, dtype, 1, None, None), []).append(1)
-    facts = pairs.first.models.describe()
-    shared = shared_request(config, pairs.first, facts) | {
+    shared = shared_request(config, pairs.first) | {
         "prompts": describe_prompts(config, prompts),
         "thinking": thinking,
     }
@@ -197,19 +194,14 @@ def drawn_how(config: SweepConfig) -> dict[str, Any]:
     return {"sampling": other} if other else {}
 
 
-def shared_request(config: SweepConfig, pair: Pair, facts: Mapping[str, Any]) -> dict[str, Any]:
+def shared_request(config: SweepConfig, pair: Pair) -> dict[str, Any]:
     """What the requests of all cells have in common; no path and no host in it."""
-    spec, sha = pair.spec, pair.fingerprint
+    facts = pair.models.describe()
     return {
         "schema": SCHEMA,
-        "backend": spec.backend,
+        **pair_names(pair),
         "device": pair.models.device,
-        "pair": spec.name,
-        "target": short_name(spec.target),
-        "target_sha": sha.get("target"),
-        "draft": short_name(spec.draft),
-        "draft_sha": sha.get("draft"),
-        "template_sha": sha.get("template"),
+        "template_sha": pair.fingerprint.get("template"),
         "temperature": config.temperature,
         **drawn_how(config),
         "max_new_tokens": config.max_new_tokens,

@@ -73,7 +73,7 @@ def audit_run(
     )
     for dtype in dict.fromkeys((pairs.dtype, *map(pairs.effective, config.plain_dtypes))):
         pair = pairs.get(dtype)
-        of = shared_request(config, pair, pair.models.describe())
+        of = shared_request(config, pair)
         of |= {"prompts": describe_prompts(config, prompts), "thinking": config.thinking}
 
         def told(done: int, total: int, label: str = f"audit: {dtype}") -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from dflash_lab import plot
 from dflash_lab.analyse import cell_frame, published_points, speedup_frame, task_frame
-from dflash_lab.costs import CostTable, write_costs
+from dflash_lab.costs import BESIDE, CostTable, write_costs
 from dflash_lab.figures import FIGURES, Material, NothingToDraw
-from dflash_lab.figures.drawn import COSTS
 from dflash_lab.replay import AcceptanceMap, Text, clip_frame, save_map
 from dflash_lab.replay.maps import PromptMap
 from dflash_lab.store import open_run
@@ -152,7 +151,7 @@ def costed(path, sizes=(1, 4, 8), hardware=HARDWARE):
     write_run(path, prompts=3, block_sizes=(1, 4, 8), windows=())
     table = tuple(cost(size, verify_s=0.02 + 0.001 * size) for size in sizes)
     facts = {"dtype": "bfloat16", "hardware": hardware}
-    write_costs(CostTable(costs=table, facts=facts), path / COSTS)
+    write_costs(CostTable(costs=table, facts=facts), path / BESIDE)
     return Material(open_run(path))
 
 
