@@ -18,7 +18,7 @@ from dflash_lab.config import BLOCK_SIZE_SOURCES, DecodeConfig, check_block_size
 from dflash_lab.load import Pair, PromptLike
 from dflash_lab.policies import Steering, has_hook
 from dflash_lab.sampling import Sampling, new_seed
-from dflash_lab.texts import StopStrings, stop_place
+from dflash_lab.texts import StopStrings, stop_place, text_before_end
 from dflash_lab.trace import BlockRecord, DecodeRequest, PrefillRecord, StageSeconds, Trace
 
 Record = PrefillRecord | BlockRecord
@@ -263,7 +263,7 @@ def run_session(pair: Pair, ids: Sequence[int], request: DecodeRequest) -> Itera
             "width() alone."
         )
     with closing(session):
-        read = partial(pair.text, stop_tokens=request.stop_tokens)
+        read = partial(text_before_end, pair, request=request)
         yield from run_blocks(session, ids, request, read)
 
 
@@ -296,7 +296,7 @@ def decode(
     prefill, blocks = records[0], tuple(records[1:])
     assert isinstance(prefill, PrefillRecord)
     tokens = (prefill.token, *(token for block in blocks for token in block.tokens))
-    text = pair.text(tokens, request.stop_tokens)
+    text = text_before_end(pair, tokens, request)
     place = stop_place(text, request.stop_strings)
     ended = finish_reason(tokens, len(encoded.ids), request, stopped=place is not None)
     return Trace(

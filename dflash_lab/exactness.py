@@ -11,7 +11,7 @@ from dflash_lab.backends import LIBRARIES
 from dflash_lab.config import DTYPES, DecodeConfig, PairSpec, one_of
 from dflash_lab.decoding import decode, library_decode
 from dflash_lab.load import Pair, load_spec, pair_spec
-from dflash_lab.prompts import Prompt, load_prompts
+from dflash_lab.prompts import Prompt, check_ids, load_prompts
 from dflash_lab.provenance import ROOT, code_state
 from dflash_lab.store import Run, plain
 from dflash_lab.trace import DecodeRequest, Trace
@@ -150,6 +150,7 @@ def audit(
     prompts = load_prompts(prompts) if isinstance(prompts, str) else prompts
     if not prompts:
         raise ValueError("there is no prompt to audit.")
+    check_ids([prompt.id for prompt in prompts])
     rows, request = [], None
     for number, prompt in enumerate(prompts, start=1):
         trace = decode(pair, prompt.turns[0], config, chat=chat, thinking=thinking)

@@ -6,12 +6,14 @@ import csv
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from dflash_lab.config import whole
 from dflash_lab.public_sets import SETS, PublicSet, fetch, find_set
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -74,6 +76,8 @@ def load_prompts(
         prompts = [prompt for prompt in prompts if prompt.category in categories]
     elif source in BUNDLED:
         prompts = [prompt for prompt in prompts if prompt.category != "long"]
+    if limit is not None:
+        whole("limit", limit, 1, "None takes every prompt.")
     if limit is not None and limit > len(prompts):
         raise ValueError(
             f"asked for {limit} prompts, but {source} has {len(prompts)} of that kind."
@@ -110,12 +114,15 @@ def _read(path: Path, source: str, template: str | None, category: str) -> list[
     ]
     if not prompts:
         raise ValueError(f"{path} holds no prompts.")
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise ValueError(f"{path} has the id {prompt.id!r} twice; ids name results, so no two.")
-        seen.add(prompt.id)
+    check_ids([prompt.id for prompt in prompts], str(path))
     return prompts
+
+
+def check_ids(ids: Sequence[str], where: str = "the list of prompts") -> None:
+    """Raise ValueError for an id that stands twice; `where` says in the error in what."""
+    twice = (name for name, count in Counter(ids).items() if count > 1)
+    if (name := next(twice, None)) is not None:
+        raise ValueError(f"{where} has the id {name!r} twice; ids name results, so no two.")
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, str, Any]]:

@@ -19,7 +19,7 @@ from dflash_lab.decoding import (
     run_session,
 )
 from dflash_lab.load import Encoded, Pair
-from dflash_lab.texts import output_text
+from dflash_lab.texts import is_stopped, output_text
 from dflash_lab.trace import BlockRecord, PrefillRecord, Trace
 
 
@@ -57,7 +57,8 @@ class Lane:
         """What was decoded so far; its finish reason is "cancelled" where it has not ended."""
         drafted = [token for block in self.blocks for token in block.tokens]
         tokens = drafted if self.prefill is None else [self.prefill.token, *drafted]
-        ended = tokens and finish_reason(tokens, len(self.prompt.ids), self.request)
+        stopped = is_stopped(self.pair, tokens, self.request)
+        ended = tokens and finish_reason(tokens, len(self.prompt.ids), self.request, stopped)
         return Trace(
             request=self.request,
             prompt_ids=self.prompt.ids,

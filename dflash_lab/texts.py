@@ -28,16 +28,32 @@ def stop_place(text: str, strings: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
+def heeded_ends(tokens: Sequence[int], request: DecodeRequest) -> frozenset[int]:
+    """The stop tokens that end an output of this length: none where it is too short for one."""
+    return request.stop_tokens if len(tokens) >= request.min_new_tokens else frozenset()
+
+
+def text_before_end(pair: Pair, tokens: Sequence[int], request: DecodeRequest) -> str:
+    """The text of all tokens but one that ended them; stop strings are not looked for."""
+    return pair.text(tokens, heeded_ends(tokens, request))
+
+
+def is_stopped(pair: Pair, tokens: Sequence[int], request: DecodeRequest) -> bool:
+    """Whether a stop string is complete in an output."""
+    strings = request.stop_strings
+    return bool(strings) and stop_place(text_before_end(pair, tokens, request), strings) is not None
+
+
 def output_text(pair: Pair, tokens: Sequence[int], request: DecodeRequest) -> str:
     """The text of an output, without the end token or the stop string that ended it."""
-    text = pair.text(tokens, request.stop_tokens)
+    text = text_before_end(pair, tokens, request)
     return text[: stop_place(text, request.stop_strings)]
 
 
 def output_pieces(pair: Pair, tokens: Sequence[int], request: DecodeRequest) -> tuple[str, ...]:
     """What each token adds: the pieces joined are `output_text`."""
     room, pieces = len(output_text(pair, tokens, request)), []
-    for piece in pair.pieces(tokens, request.stop_tokens):
+    for piece in pair.pieces(tokens, heeded_ends(tokens, request)):
         pieces.append(piece[:room])
         room -= len(pieces[-1])
     return tuple(pieces)
@@ -55,15 +71,23 @@ class StopStrings:
         """How many of the next tokens the output takes: up to the one that completes a string."""
         if not self.strings:
             return len(tokens)
-        count = len(tokens)
-        if self._complete(tokens):
-            self.found = True
-            count = next(n for n in range(1, count + 1) if self._complete(tokens[:n]))
+        count = self._completing(tokens)
+        self.found = count is not None
         self._tokens += tokens[:count]
-        return count
+        return len(tokens) if count is None else count
 
-    def _complete(self, more: Sequence[int]) -> bool:
-        return stop_place(self.read([*self._tokens, *more]), self.strings) is not None
+    def _completing(self, tokens: Sequence[int]) -> int | None:
+        """The number of the token that completes a string; None where none does."""
+        text = self._text(tokens)
+        # A half character may hide whole ones: some tokenizers read the bytes beside it together.
+        if HALF not in text and stop_place(text, self.strings) is None:
+            return None
+        texts = (self._text(tokens[:count]) for count in range(1, len(tokens) + 1))
+        found = (n for n, text in enumerate(texts, 1) if stop_place(text, self.strings) is not None)
+        return next(found, None)
+
+    def _text(self, more: Sequence[int]) -> str:
+        return self.read([*self._tokens, *more])
 
 
 class TextStream:
@@ -84,25 +108,31 @@ class TextStream:
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete."""
-        strings = self.request.stop_strings
-        if not strings:
-            return False
-        return (
-            stop_place(self.pair.text(self.tokens, self.request.stop_tokens), strings) is not None
-        )
+        return is_stopped(self.pair, self.tokens, self.request)
 
     def piece(self, ended: bool) -> str:
         """What may be shown after the pieces before: all that is left where the output ended."""
         if ended:
             text = output_text(self.pair, self.tokens, self.request)
         else:
-            text = settled(self.pair.text_so_far(self.tokens))
-            text = without_beginning(text, self.request.stop_strings)
+            text = without_beginning(self._sure(), self.request.stop_strings)
             if not text.startswith(self.shown):
                 return ""
         piece = text[len(self.shown) :]
         self.shown += piece
         return piece
+
+    def _sure(self) -> str:
+        """What no next token takes back.
+
+        Tokenizers that read single bytes together make half characters of whole ones again where
+        one more byte does not fit; so what such a byte completed waits for the next token.
+        """
+        text = settled(self.pair.text_so_far(self.tokens))
+        if HALF not in self.pair.text_so_far(self.tokens[-1:]):
+            return text
+        before = settled(self.pair.text_so_far(self.tokens[:-1]))
+        return before if text.startswith(before) else ""
 
 
 def without_beginning(text: str, strings: Sequence[str]) -> str:

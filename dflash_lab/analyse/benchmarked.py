@@ -90,7 +90,7 @@ def _waits_and_peaks(run: Run, sums: Sums, draws: np.ndarray) -> dict[str, list[
     place = {name: index for index, name in enumerate(sums.prompts)}
     by_cell = dict(list(rows.groupby("cell")))
     for cell in sums.cells:
-        mine = by_cell[cell.id]
+        mine = by_cell.get(cell.id, rows[:0])
         waits = mine.dropna(subset="ttft_s")
         drawn = resampled_medians(
             waits["ttft_s"].to_numpy(), draws[:, waits["prompt_id"].map(place).to_numpy(int)]

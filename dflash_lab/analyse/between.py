@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dflash_lab.analyse.frames import RATES
-from dflash_lab.analyse.resampling import draw_prompts, ends, ratio
+from dflash_lab.analyse.resampling import counting, draw_prompts, ends, ratio
 from dflash_lab.analyse.sums import Sums, prompt_sums
 from dflash_lab.store import Cell, Run
 
@@ -111,10 +111,12 @@ def _row(
         return ratio(speeds[1], speeds[0]), taus[1] - taus[0]
 
     same_clock = (cell.hardware, cell.request["timing"]) == (mate.hardware, mate.request["timing"])
-    names = ("speedup", "tau_difference")
+    names = {"speedup": "tokens_per_s", "tau_difference": "tau"}
     for name, value, drawn in zip(names, figures(every), figures(draws), strict=True):
         known = count > 0 and (same_clock or name != "speedup")
-        low, high = ends(drawn, count) if known else (None, None)
+        below = RATES[names[name]][1]
+        told = counting(*(mine[below] for mine in sums))
+        low, high = ends(drawn, told) if known else (None, None)
         row |= {name: float(value[0]) if known else None, f"{name}_low": low, f"{name}_high": high}
     return row
 

@@ -62,8 +62,9 @@ class Choice:
     """The best block size and window of a run, and whether speculation pays at all.
 
     Ends of intervals are 95 % over prompts, None with one prompt; speedups are None where the arm
-    they compare with was not measured. All figures are over the prompts that every cell holds. With
-    the objective "latency" tokens/s, speedups and gains are end to end, prefill included.
+    they compare with was not measured. All figures are over the prompts that every cell holds; an
+    output that ended with its first token has no decode throughput and is left out. With the
+    objective "latency" tokens/s, speedups and gains are end to end, prefill included.
     """
 
     objective: str
@@ -181,7 +182,7 @@ class Contest:
 def contest(
     run: Run, objective: str = "throughput", prompts: Collection[str] | None = None
 ) -> Contest:
-    """The cells of a run that compete, over the prompts that all of them hold."""
+    """The cells of a run that compete, over the prompts that all of them hold and that tell."""
     one_of("objective", objective, tuple(OBJECTIVES))
     drafting = drafting_cells(run)
     kind = drafting[0].asked(COMPARABLE)
@@ -190,7 +191,7 @@ def contest(
     same = [cell for cell in plain if cell.dtype == drafting[0].dtype]
     library = [cell for cell in mates if cell.engine not in (OWN, LOOKUP)]
     taking_part = {cell.id: cell for cell in (*same, *drafting, *plain, *library)}
-    sums = _shared(prompt_sums(run), tuple(taking_part), prompts)
+    sums = _shared(prompt_sums(run), tuple(taking_part), prompts, OBJECTIVES[objective][1])
     cached = _cache_bytes(run)
     arms = {
         cell.id: _arm(cell, sums, place, OBJECTIVES[objective], cached.get(cell.id, 0.0))
@@ -297,12 +298,15 @@ def _weight(part: Sequence[Cell]) -> tuple[int, int, int]:
     return len(part), decodes, tokens
 
 
-def _shared(sums: Sums, ids: Collection[str], only: Collection[str] | None) -> Sums:
-    """Sums of the cells that take part, over their prompts."""
+def _shared(sums: Sums, ids: Collection[str], only: Collection[str] | None, seconds: str) -> Sums:
+    """Sums of the cells that take part, over the prompts that all hold and any was timed in.
+
+    An output that ended at once says nothing of speed, and would count as a prompt in intervals.
+    """
     if only is not None and (unknown := sorted(set(only) - set(sums.prompts))):
         raise ValueError(f"no prompt {', '.join(unknown)} in this run; it has {sums.prompts}.")
     rows = [place for place, cell in enumerate(sums.cells) if cell.id in ids]
-    shared = (sums["outputs"][rows] > 0).all(axis=0)
+    shared = (sums["outputs"][rows] > 0).all(axis=0) & (sums[seconds][rows] > 0).any(axis=0)
     if only is not None:
         shared &= np.isin(sums.prompts, list(only))
     return Sums(

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dflash_lab.analyse.resampling import draw_prompts, ends, intervals, ratio
+from dflash_lab.analyse.resampling import counting, draw_prompts, ends, intervals, ratio
 from dflash_lab.analyse.sums import Places, Sums, prompt_sums
 from dflash_lab.backends import OWN
 from dflash_lab.store import Cell, Run
@@ -314,16 +314,18 @@ def length_frame(run: Run) -> pd.DataFrame:
     """One row a cell and number of accepted drafts: how many blocks, and what share of them.
 
     `censored` marks the last, where all drafts were accepted: how far the draft would have gone is
-    not known. Blocks that were cut are left out, cells that drafted nothing too.
+    not known. Blocks that were cut or drafted nothing are left out. One that the context's end or a
+    policy made narrower stands at what it accepted, all of its drafts or not.
     """
     blocks = _whole_blocks(run)
+    blocks = blocks.filter(pc.greater(pc.list_value_length(blocks["drafted"]), 0))
     cell_of = pc.index_in(blocks["cell"], pa.array([cell.id for cell in run.cells], pa.string()))
     width = max((cell.block_size for cell in run.cells), default=1)
     places = cell_of.to_numpy() * width + blocks["accepted"].to_numpy()
     counts = np.bincount(places, minlength=len(run.cells) * width).reshape(-1, width)
     rows = []
     for cell, mine in zip(run.cells, counts, strict=True):
-        if cell.block_size > 1 and mine.any():
+        if mine.any():
             rows += _length_rows(cell, mine[: cell.block_size])
     return _rows_frame(rows, ("accepted", "blocks", "share", "censored"))
 
@@ -409,8 +411,9 @@ def _paired_row(sums: Sums, place: int, base: int, resamples: int, seed: int) ->
         "against": sums.cells[base].id,
         "prompts": count,
     }
-    names = ("speedup", "tau_difference")
+    names = {"speedup": "tokens_per_s", "tau_difference": "tau"}
     for name, value, drawn in zip(names, figures(every), figures(draws), strict=True):
-        low, high = ends(drawn, count)
+        below = sums[RATES[names[name]][1]]
+        low, high = ends(drawn, counting(below[place, shared], below[base, shared]))
         row |= {name: value[0], f"{name}_low": low, f"{name}_high": high}
     return row

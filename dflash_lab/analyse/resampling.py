@@ -55,6 +55,11 @@ def shares(prompts: int) -> tuple[float, float]:
     return below, 1 - below
 
 
+def counting(*below: np.ndarray) -> int:
+    """How many prompts count in each of several ratios, the least; `below` are summed in them."""
+    return min(int((values > 0).sum()) for values in below)
+
+
 def ends(drawn: np.ndarray, prompts: int) -> tuple[float | None, float | None]:
     """Ends of the interval of a figure with these values in the resamples, over so many prompts.
 

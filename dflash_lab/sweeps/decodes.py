@@ -22,6 +22,7 @@ from dflash_lab.decoding import (
 from dflash_lab.load import Pair, PromptLike
 from dflash_lab.store import decode_line
 from dflash_lab.sweeps.planning import Plan
+from dflash_lab.texts import output_pieces, output_text
 
 
 class Cancelled(Exception):
@@ -64,7 +65,7 @@ def own_line(
         raise Cancelled
     used = {token for block in trace.blocks for token in (*block.drafted, *block.posterior)}
     texts = token_texts(pair, used | set(trace.tokens), names)
-    return decode_line(trace, keys, pair.pieces(trace.tokens, trace.request.stop_tokens), texts)
+    return decode_line(trace, keys, output_pieces(pair, trace.tokens, trace.request), texts)
 
 
 def library_line(
@@ -86,7 +87,7 @@ def library_line(
             **keys,
             "prompt_ids": ids,
             "new_ids": made.tokens,
-            "text": pair.text(made.tokens, request.stop_tokens),
+            "text": output_text(pair, made.tokens, request),
             "finish_reason": finish_reason(made.tokens, len(ids), request),
             "ttft_s": made.ttft_s,
             "decode_s": made.total_s - made.ttft_s if len(made.tokens) > 1 else 0.0,
@@ -94,7 +95,7 @@ def library_line(
             "peak_bytes": pair.models.peak_bytes(),
         },
         "blocks": [],
-        "pieces": pair.pieces(made.tokens, request.stop_tokens),
+        "pieces": output_pieces(pair, made.tokens, request),
         "tokens": token_texts(pair, set(made.tokens), names),
         "warnings": [],
     }

@@ -1,11 +1,15 @@
 """What a long prefill keeps in memory: the features of the tapped layers and the target's cache."""
 
+import mlx.core as mx
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dflash_lab.backends import mlx_target
+from dflash_lab.backends.mlx_model import DraftNetwork as MlxDraftNetwork
+from dflash_lab.backends.mlx_session import MlxSession
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.backends.torch_session import TorchSession
 from dflash_lab.backends.torch_target import TorchTarget
@@ -71,3 +75,31 @@ def test_a_prefill_grows_with_the_tapped_layers_and_with_no_other(targets):
 def test_features_of_every_layer_would_not_pass_unseen(targets):
     few, many = (most_bytes(targets[layers], tuple(range(layers))) for layers in (4, 16))
     assert many - few > 10 * PROMPT * ROW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "grows"), [(False, False), (True, True)])
+def test_a_prefill_in_mlx_grows_with_the_tapped_layers_and_with_no_other(
+    targets, tmp_path, every, grows
+):
+    peaks = []
+    for layers in (4, 16):
+        targets[layers].model.save_pretrained(tmp_path / str(layers))
+        target = mlx_target.load_target(tmp_path / str(layers), mx.float32, mx.cpu)
+        peaks.append(most_bytes_in_mlx(target, range(layers) if every else (0, 1, 2)))
+    features = PROMPT * ROW
+    assert (peaks[1] - peaks[0] > 10 * features) == grows
+    assert (peaks[1] - peaks[0] < 0.5 * features) != grows
+
+
+def most_bytes_in_mlx(target, taps):
+    """At the highest point of a prefill, without the target's own cache."""
+    config = parse_draft_config(
+        draft_json(dflash_config={"target_layer_ids": list(taps), "mask_token_id": MASK})
+    )
+    session = MlxSession(target, MlxDraftNetwork(config), None, prefill_chunk=CHUNK)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    session.prefill([i % 250 for i in range(PROMPT)])
+    cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in session.cache)
+    return mx.get_peak_memory() - before - cache

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from dflash_lab import DecodeConfig, decode, load_pair
 from dflash_lab.backends import (
     OutOfMemory,
+    TargetNotFinite,
     TargetNotReversible,
     mlx_session,
     mlx_target,
@@ -343,6 +344,34 @@ def test_a_draft_whose_numbers_overflow_is_told_while_the_text_stays_right(toy):
     with pytest.warns(AcceptanceWarning, match="not finite from block 0"):
         trace = decode(pair, toy.prompts[0], DecodeConfig(max_new_tokens=12))
     assert trace.tokens == toy.greedy[0][:12]
+
+
+def spoiled(monkeypatch, target, first_row):
+    """Make the target's logits NaN in all rows of a pass from that one on."""
+    real = target.logits
+
+    def logits(ids, cache, taps):
+        made, features = real(ids, cache, taps)
+        return made.at[:, first_row:, 3].add(mx.nan), features
+
+    monkeypatch.setattr(target, "logits", logits)
+
+
+def test_target_logits_that_are_not_finite_end_the_run_and_name_the_dtype(monkeypatch, toy, pair):
+    prompt, text = toy.prompts[0], toy.greedy[0]
+    spoiled(monkeypatch, pair.models.target, 2)
+    scripted(monkeypatch, pair, ORACLE, (*prompt, *text))
+    with pytest.raises(TargetNotFinite, match=r"not finite numbers in float32. Its weights"):
+        decode(pair, prompt, DecodeConfig(block_size=8))
+    # what overflows only behind a rejected token is no part of the text
+    scripted(monkeypatch, pair, cut(1), (*prompt, *text))
+    assert decode(pair, prompt, DecodeConfig(block_size=8, max_new_tokens=9)).tokens == text[:9]
+
+
+def test_a_prefill_whose_logits_are_not_finite_gives_no_token(monkeypatch, toy, pair):
+    spoiled(monkeypatch, pair.models.target, 0)
+    with pytest.raises(TargetNotFinite, match="float32"):
+        decode(pair, toy.prompts[0], DecodeConfig(max_new_tokens=1))
 
 
 def test_threads_other_than_the_one_that_loaded_decode_the_same(toy, pair):

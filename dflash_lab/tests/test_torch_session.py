@@ -356,7 +356,7 @@ def test_a_prefill_whose_logits_are_not_finite_gives_no_token(toy):
     with torch.no_grad():
         pair.models.target.model.lm_head.weight[5] = torch.inf
     with pytest.raises(TargetNotFinite, match="float32"):
-        decode(pair, toy.prompts[0], DecodeConfig(block_size=1))
+        decode(pair, toy.prompts[0], DecodeConfig(max_new_tokens=1))
 
 
 def test_a_prompt_of_8000_tokens_makes_no_logits_of_its_length(monkeypatch, toy, pair):
