@@ -16,6 +16,7 @@ from dflash_lab.analyse import (
     comparable,
     kinds,
     length_frame,
+    looping,
     records,
     survival_frame,
     unknowns,
@@ -226,6 +227,7 @@ def head_lines(made: Benchmark) -> list[str]:
 def remarks(made: Benchmark, parts: Sequence[Part]) -> list[str]:
     """What a reader of the tables should know, a sentence each."""
     told = [*made.notes, *dict.fromkeys(line for part in parts for line in part.unknown)]
+    told += filter(None, (looping(part.rows) for part in parts))
     told += lowered_lines(made.run.cells)
     if any(cell.engine == LOOKUP for cell in made.run.cells):
         told.append("Of its own drafts the library tells nothing, so prompt lookup has no tau.")

@@ -41,6 +41,7 @@ def provenance(pair: Pair) -> dict[str, Any]:
         "config_sources": dict(pair.draft_config.sources),
         "config_notes": list(pair.draft_config.notes),
         "trained_block_size": pair.draft_config.trained_block_size,
+        "stop_tokens": sorted(pair.stop_tokens),
         "argv": [short_name(argument) for argument in sys.argv],
         "started_utc": utc_now(),
     }

@@ -10,6 +10,7 @@ from dflash_lab.analyse.benchmarked import (
     baseline,
     benchmark_frame,
     kinds,
+    looping,
     resampled_medians,
     unknowns,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "intervals",
     "kinds",
     "length_frame",
+    "looping",
     "paired_frame",
     "prompt_frame",
     "prompt_pairs",

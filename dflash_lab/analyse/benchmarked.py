@@ -6,7 +6,7 @@ the run: plain decoding by our own loop, by the library's generator, and by its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -173,6 +173,18 @@ def unknowns(frame: pd.DataFrame) -> list[str]:
             "acceptance cannot be known."
         )
     return told
+
+
+def looping(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A warning where outputs of `cell_frame` rows repeat themselves; empty where none does."""
+    worst = max(rows, key=lambda row: row["looped"])
+    if not worst["looped"]:
+        return ""
+    return (
+        f"{worst['looped']} of {worst['prompts']} outputs repeat themselves (cell "
+        f"{worst['cell']}). Such text is easy to draft and makes the figures look better than "
+        "they are."
+    )
 
 
 def _sizes(rows: Any) -> str:

@@ -232,6 +232,11 @@ def take_back(cache: Cache, tokens: int) -> None:
     if not 0 <= tokens <= before:
         raise ValueError(f"cannot take {tokens} tokens back from a cache that holds {before}.")
     for layer in cache.layers:
+        if not isinstance(layer, LayerCache | RecurrentCache):
+            raise TargetNotReversible(
+                f"tokens cannot be taken back from a {type(layer).__name__}; take a cache of "
+                "the target's own, made by new_cache()."
+            )
         layer.take_back(tokens)
     for number, layer in enumerate(cache.layers):
         if layer.get_seq_length() != before - tokens:
@@ -447,4 +452,6 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Torch
             f"the target in {folder} lacks weights, or has them in another shape: "
             f"{', '.join(lacking)}. They would be random numbers; take a complete folder."
         )
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # some releases take sdpa, which caps nothing
     return TorchTarget(model.to(device))

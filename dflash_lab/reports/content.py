@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from dflash_lab.analyse import Choice, drift, records
+from dflash_lab.analyse import Choice, drift, looping, records
 from dflash_lab.config import window_name
 from dflash_lab.exactness import read_audits
 from dflash_lab.panels import (
@@ -44,7 +44,7 @@ def content(run: Run) -> dict[str, Any]:
         "subtitle": subtitle(panels),
         "answers": [worded(found, panels) for found in panels.answers],
         "exactness": exactness(run),
-        "looped": looped(panels.rows.values()),
+        "looped": looping(panels.rows.values()),
         "failed": [
             {"cell": cell.id, "what": asked_of(cell.request), "error": cell.error}
             for cell in run.failed
@@ -160,18 +160,6 @@ def exactness(run: Run) -> dict[str, Any]:
         ],
         "rest": f"{' and '.join(missing)} was not audited." if missing else "",
     }
-
-
-def looped(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A warning where outputs repeat themselves, empty where none does."""
-    worst = max(rows, key=lambda row: row["looped"])
-    if not worst["looped"]:
-        return ""
-    return (
-        f"{worst['looped']} of {worst['prompts']} outputs repeat themselves (cell "
-        f"{worst['cell']}). Such text is easy to draft and makes the figures look better than "
-        "they are."
-    )
 
 
 def missing(run: Run, left_out: int) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_lab import DecodeConfig, benchmark, decode, open_run, recommend
 from dflash_lab.scoring import final_number
-from dflash_lab.tests.toys import cut, hash_target, scripted_pair
+from dflash_lab.tests.toys import ORACLE, cut, hash_target, scripted_pair
 
 QUESTIONS = [
     {"question": f"How many are {n} and {n}?", "answer": f"{n}+{n}=<<2*{n}={2 * n}>>\n#### {2 * n}"}
@@ -323,6 +323,18 @@ def test_what_cannot_be_known_is_said_and_nothing_is_divided_by_zero(bench, case
         assert all(row["tokens_per_s_low"] is None for row in cells(told).values())
     if "Outputs" in words[0]:
         assert all(row["tokens_per_s"] is None for row in cells(told).values())
+
+
+def test_one_token_two_hundred_times_is_flagged_beside_its_splendid_figures(bench):
+    asked = ("--block-size", 8, "--max-samples", 2, "--max-new-tokens", 200, "--out", "run")
+    words = "2 of 2 outputs repeat themselves"
+    assert words not in bench(*asked).out
+    bench.use(scripted_pair(ORACLE, block_size=8, target=lambda tokens: 7))
+    asked = (*asked[:-1], "loops")
+    assert words in bench(*asked).out
+    told = bench.json(*asked)
+    assert any(words in line for line in told["remarks"])
+    assert {row["looped"] for row in cells(told).values()} == {2}
 
 
 def test_outputs_that_stop_at_once_go_on_with_min_new_tokens_alike_in_every_arm(bench):

@@ -279,3 +279,52 @@ def test_a_sweep_is_audited_where_asked(call, tmp_path):
     assert "exact in float32: 2 of 2 prompts equal" in err
     call(*asked, "--out", tmp_path / "without")
     assert read_audits(open_run(tmp_path / "without")) == []
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "wide"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("decode", "hi", "--draft-window"),
+        ("sweep", "--out", "o", "--draft-windows"),
+        ("benchmark", "--draft", "d", "--target", "t", "--draft-sliding-window-size"),
+        ("serve", "tiny", "--draft-window"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_bad_window_is_refused_before_anything_is_loaded(
+    call, monkeypatch, tmp_path, arguments, value
+):
+    def load(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.chdir(tmp_path)
+    for home in ("load", "sweeps.pairs"):
+        monkeypatch.setattr(f"dflash_lab.{home}.load_spec", load)
+    code, _, err = call(*arguments, value)
+    assert code == 1
+    assert f"error: draft window is '{value}'; expected a whole number from 1" in err
+
+
+def test_sampling_flags_have_their_effect_on_a_real_pair(call, monkeypatch, toy_pair):
+    monkeypatch.setattr("dflash_lab.load.load_spec", lambda spec, progress=None: toy_pair)
+
+    def said(*flags):
+        code, out, err = call("decode", "hi", "--max-new-tokens", 5, *flags)
+        assert code == 0, err
+        return out
+
+    greedy = said()
+    assert len({said("--temperature", 1, "--seed", seed) for seed in range(1, 6)}) > 1
+    assert said("--temperature", 1, "--seed", 1) == said("--temperature", 1, "--seed", 1)
+    assert said("--temperature", 2, "--top-k", 1) == greedy
+    penalised = said("--repetition-penalty", 2.0)
+    assert penalised == said("--repetition-penalty", 2.0, "--block-size", 1)
+
+
+@pytest.mark.parametrize("flag", ["--logit-bias", "--logprobs", "--presence-penalty", "--n"])
+@pytest.mark.parametrize("command", [("decode", "hi"), ("benchmark",), ("sweep", "--out", "o")])
+def test_a_flag_that_nothing_honours_is_refused_by_its_name(call, command, flag):
+    code, _, err = call(*command, flag, "1")
+    assert code == 2
+    assert flag in err

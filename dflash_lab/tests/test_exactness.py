@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,6 +230,15 @@ def test_a_pair_is_loaded_anew_in_another_dtype_and_left_alone_in_its_own(qwen3_
     assert exactness.in_dtype(toy_pair, "float32") is toy_pair
     assert exactness.in_dtype(toy_pair, None) is toy_pair
     assert exactness.in_dtype(toy_pair, "bfloat16").models.dtype == "bfloat16"
+
+
+def test_nothing_that_a_user_reads_calls_decoding_lossless_without_more():
+    root = Path(dl.__file__).parent
+    read = [*root.rglob("*.py"), *root.rglob("*.js"), *root.rglob("*.html")]
+    read += [*root.parent.glob("notebooks/*.ipynb"), *root.parent.glob("README.md")]
+    texts = {path: path.read_text(encoding="utf-8") for path in read if "tests" not in path.parts}
+    assert len(texts) > 50
+    assert not [path.name for path, text in texts.items() if "lossless" in text.lower()]
 
 
 # --- beside a run -------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_lab import DecodeConfig, decode, load_pair
+from dflash_lab import DecodeConfig, SweepConfig, decode, load_pair, sweep
 from dflash_lab.backends import mlx_session, torch_session
-from dflash_lab.tests.toys import END
+from dflash_lab.tests.toys import END, ByteTokenizer, scripted_pair
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -18,9 +18,10 @@ def seen(trace):
     return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in trace.blocks]
 
 
-def test_one_prompt_gives_one_trace_twenty_times(qwen3_toy, toy_pair):
-    config = DecodeConfig(block_size=8, max_new_tokens=4)
-    first, *others = (decode(toy_pair, qwen3_toy.prompts[0], config) for _ in range(20))
+@pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.slow)])
+def test_one_prompt_gives_one_trace_twenty_times(qwen3_toy, backend):
+    pair, config = qwen3_toy.load(backend=backend), DecodeConfig(block_size=8, max_new_tokens=4)
+    first, *others = (decode(pair, qwen3_toy.prompts[0], config) for _ in range(20))
     assert first.tokens == qwen3_toy.greedy[0][:4]
     assert all(seen(other) == seen(first) for other in others)
 
@@ -78,3 +79,10 @@ def test_end_tokens_are_a_number_a_list_or_missing_in_both_backends(
     with_end(tmp_path, "config.json", own)
     with_end(tmp_path, "generation_config.json", generation)
     assert mlx_session.end_tokens(tmp_path) == ends
+
+
+def test_a_stored_cell_tells_which_tokens_end_its_outputs(tmp_path):
+    pair = scripted_pair(end_tokens=frozenset({3, 2}), tokenizer=ByteTokenizer(eos_token_id=1))
+    config = SweepConfig(block_sizes=(4,), max_prompts=1, max_new_tokens=3, warm_up=False)
+    (cell,) = sweep(config, tmp_path, pair=pair).cells
+    assert cell.provenance["stop_tokens"] == [1, 2, 3]

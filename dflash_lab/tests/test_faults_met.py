@@ -20,6 +20,7 @@ from dflash_lab.analyse import (
 from dflash_lab.analyse.benchmarked import benchmark_frame, unknowns
 from dflash_lab.analyse.between import diff_frame
 from dflash_lab.decoding import stream
+from dflash_lab.reports.content import provenance, settings
 from dflash_lab.tests.runs import block, prompt
 from dflash_lab.tests.test_analyse import hand_run, timed
 from dflash_lab.tests.toys import ORACLE, cut, noise, scripted_pair
@@ -189,3 +190,29 @@ def test_an_audit_refuses_the_same_id_twice_and_no_prompt_at_all():
         dl.audit(scripted_pair(), [one, one])
     with pytest.raises(ValueError, match="no prompt to audit"):
         dl.audit(scripted_pair(), [])
+
+
+# Circumstances
+
+
+def test_a_stored_cell_tells_every_circumstance_and_the_report_repeats_it(tmp_path, toy_pair):
+    config = SweepConfig(
+        block_sizes=(4,), max_prompts=2, max_new_tokens=2, random_state=3, warm_up=False
+    )
+    run = sweep(config, tmp_path, pair=toy_pair)
+    (path,) = tmp_path.glob("cells/*/cell.json")
+    stored = json.loads(path.read_text())
+    request, told = stored["request"], stored["provenance"]
+    asked = ("dtype", "attention", "block_size", "draft_window", "temperature", "thinking")
+    asked += ("target", "target_sha", "draft", "draft_sha", "template_sha", "max_new_tokens")
+    assert request.keys() >= {*asked, "rule", "proposal", "hardware", "backend", "device"}
+    assert request["prompts"].keys() >= {"source", "ids", "set_sha", "random_state"}
+    assert len(request["prompts"]["ids"]) == 2
+    assert told.keys() >= {"target_revision", "draft_revision", "code", "started_utc", "sweep"}
+    assert told["hardware"].keys() >= {"cpu", "gpu", "cores", "memory_gb"}
+    assert {"dflash_lab", "torch", "transformers", "mlx"} <= told["versions"].keys()
+    listed = dict(settings(run)) | dict(provenance(run))
+    for name in (*asked, "target_revision", "started_utc"):
+        assert name.replace("_", " ") in listed
+    for name in ("prompts ids", "prompts set sha", "hardware cpu", "versions torch", "sweep seed"):
+        assert name in listed

@@ -18,7 +18,7 @@ from dflash_lab import DecodeConfig, benchmark, cell_frame, decode, open_run, se
 from dflash_lab.calls import Draft, GenerationStats, stream_generate
 from dflash_lab.decoding import BlockSizeWarning
 from dflash_lab.load import DraftConfigWarning
-from dflash_lab.tests.toys import ByteTokenizer, cut, replay_target, scripted_pair
+from dflash_lab.tests.toys import MASK, ByteTokenizer, cut, replay_target, scripted_pair
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +330,16 @@ def questions(tmp_path):
     rows = [{"question": f"How many are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_rows_4_and_5_end_at_a_first_token_that_is_a_stop_and_at_no_mask(calls, qwen3_toy):
+    draft, prompt, text = calls.draft(qwen3_toy.draft), qwen3_toy.prompts[0], qwen3_toy.greedy[0]
+    asked = (draft, calls.target, calls.ids(prompt), 12)
+    made = calls.generate(*asked, list(text[:1]), return_stats=True)
+    assert (made.trace.tokens, made.num_output_tokens) == (text[:1], 1)
+    assert (made.trace.finish_reason, made.acceptance_lengths) == ("stop", [])
+    assert MASK not in text[:12]
+    assert calls.generate(*asked, [MASK]).tolist() == [[*prompt, *text[:12]]]
 
 
 @pytest.mark.parametrize("backend", ["transformers", "mlx"])

@@ -4,6 +4,7 @@ What a state must be is told by the libraries' own caches, after a fresh prefill
 """
 
 import functools
+import random
 import threading
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import transformers
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_lab import DecodeConfig, decode, stream
+from dflash_lab.accept import matched_prefix
 from dflash_lab.backends import (
     TargetNotReversible,
     UnsupportedTarget,
@@ -27,7 +29,17 @@ from dflash_lab.backends.mlx_session import MlxBlock, MlxSession
 from dflash_lab.backends.torch_session import TorchSession
 from dflash_lab.tests.test_abandoned import check_that_an_abandoned_stream_disturbs_nobody
 from dflash_lab.tests.test_torch_target import Told, decoded
-from dflash_lab.tests.toys import HYBRIDS, ORACLE, WRONG, cut, noise, toy_models, toy_target
+from dflash_lab.tests.toys import (
+    HYBRIDS,
+    ORACLE,
+    WRONG,
+    cut,
+    greedy,
+    is_varied,
+    noise,
+    toy_models,
+    toy_target,
+)
 from dflash_lab.train.generate import Writer
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -76,12 +88,16 @@ class Torch:
     def fresh(cls, target, ids):
         """States and next logits after a prefill into the library's own cache."""
         cache = transformers.DynamicCache(config=target.config)
-        logits = target.model(input_ids=torch.tensor([ids]), cache=cache).logits
+        logits = target.model(torch.tensor([ids]), **{target._cache_name: cache}).logits
         return cls.states(cache.layers), logits[0, -1].numpy()
 
     @classmethod
     def held(cls, cache):
         return cls.states(cache.layers)
+
+    @staticmethod
+    def lengths(cache):
+        return {layer.get_seq_length() for layer in cache.layers}
 
     @staticmethod
     def load(model):
@@ -101,6 +117,10 @@ class Mlx:
     @staticmethod
     def held(cache):
         return [tuple(np.array(state) for state in cache[n].cache) for n in NETS]
+
+    @staticmethod
+    def lengths(cache):
+        return {part.offset for part in cache}
 
     @classmethod
     def fresh(cls, target, ids):
@@ -190,6 +210,65 @@ def test_state_and_next_logits_after_every_block_are_those_of_a_fresh_prefill(ca
         _, logits = case.backend.fresh(case.target, text[: place + 1])
         np.testing.assert_allclose(live[0, 0], logits, atol=1e-4, rtol=1e-4)
         case.backend.target.take_back(cache, 1)
+
+
+@pytest.fixture(scope="module")
+def dozen(made):
+    """A prompt of 12 tokens, and 64 tokens after it by reading the whole text at each."""
+    model = made.case("qwen3_5", Torch).target.model
+    for seed in range(20):
+        prompt = tuple(random.Random(seed).choices(range(256), k=12))
+        text, gap = greedy(model, prompt, 64)
+        if is_varied(text, gap):
+            return prompt, text
+    raise AssertionError("no prompt whose text is varied and has no near tie")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("backend", [Torch, Mlx], ids=lambda backend: backend.name)
+def test_64_tokens_and_the_logits_after_each_block_know_nothing_of_rejected_tokens(
+    made, dozen, backend, script
+):
+    target, (prompt, text) = made.case("qwen3_5", backend).target, dozen
+    session = backend.told(target, None, None).follow(SCRIPTS[script], (*prompt, *text))
+    tokens = [session.prefill(prompt)]
+    while len(tokens) < 64:
+        verdict = session.verify(session.draft(tokens[-1], 8))
+        accepted = matched_prefix(verdict)
+        session.commit(accepted)
+        tokens += [*verdict.drafted[:accepted], verdict.posterior[accepted]]
+        live = backend.read(target, tokens[-1:], session.cache)[0, 0]
+        backend.target.take_back(session.cache, 1)
+        _, logits = backend.fresh(target, [*prompt, *tokens])
+        np.testing.assert_allclose(live, logits, atol=1e-4, rtol=0)
+    assert tuple(tokens[:64]) == text
+
+
+@pytest.mark.slow
+def test_a_pair_used_again_gives_the_first_runs_trace(case):
+    def blocks_of(pair, prompt):
+        blocks = decode(pair, prompt, DecodeConfig(block_size=8, max_new_tokens=12)).blocks
+        return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in blocks]
+
+    long, short = tuple(i % 200 for i in range(200)), case.toy.prompts[0][:5]
+    first, second = blocks_of(case.pair, long), blocks_of(case.pair, short)
+    assert blocks_of(case.pair, long) == first
+    assert blocks_of(case.toy.load(backend=case.backend.name), short) == second
+
+
+def test_ten_rows_less_three_are_the_first_seven_in_every_layer(case):
+    ids, cache = list(case.toy.greedy[0][:10]), case.target.new_cache()
+    case.backend.read(case.target, ids, cache)
+    case.backend.target.take_back(cache, 3)
+    assert case.backend.lengths(cache) == {7}
+    wanted, _ = case.backend.fresh(case.target, ids[:7])
+    for found, states in zip(case.backend.held(cache), wanted, strict=True):
+        for ours, theirs in zip(found, states, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    live = case.backend.read(case.target, ids[7:8], cache)
+    _, logits = case.backend.fresh(case.target, ids[:8])
+    np.testing.assert_allclose(live[0, 0], logits, atol=1e-4, rtol=1e-4)
 
 
 def test_prefill_in_chunks_of_any_size_gives_one_state_and_one_draft(case):

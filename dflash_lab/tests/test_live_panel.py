@@ -5,6 +5,7 @@ import time
 from threading import Event
 
 import pytest
+from traitlets import TraitError
 
 import dflash_lab.live_panel
 from dflash_lab.config import DecodeConfig
@@ -80,6 +81,25 @@ def test_the_temperature_reaches_both_lanes_with_one_seed():
     drafting, plain = panel._configs()
     assert drafting.temperature == plain.temperature == 0.7
     assert drafting.seed == plain.seed is not None
+
+
+def test_the_panel_draws_the_same_text_in_both_lanes_and_another_one_each_time(toy_pair):
+    panel, texts = live(toy_pair), set()
+    panel.new_tokens.value, panel.temperature.value = 12, 1.5
+    for _ in range(3):
+        panel.run()
+        finish(panel)
+        assert panel.trace.tokens == panel.plain.tokens
+        texts.add(panel.trace.tokens)
+    assert len(texts) > 1
+
+
+@pytest.mark.parametrize("window", [0, -1, "64", 7])
+def test_a_window_that_the_panel_does_not_offer_cannot_be_set(window):
+    panel = live(scripted_pair())
+    with pytest.raises(TraitError):
+        panel.draft_window.value = window
+    assert panel.draft_window.value == "full"
 
 
 def test_sizes_end_at_the_trained_one():

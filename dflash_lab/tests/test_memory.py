@@ -52,22 +52,23 @@ def target_of(layers):
     return TorchTarget(type(model)(config))
 
 
-def most_bytes(target, taps):
+def most_bytes(target, taps, length=PROMPT):
     """At the highest point of a prefill, without the target's own cache."""
     config = parse_draft_config(
         draft_json(dflash_config={"target_layer_ids": list(taps), "mask_token_id": MASK})
     )
     session = TorchSession(target, DraftNetwork(config), None, prefill_chunk=CHUNK)
     with MostBytes() as seen:
-        session.prefill([i % 250 for i in range(PROMPT)])
+        session.prefill([i % 250 for i in range(length)])
     cache = sum(b.untyped_storage().nbytes() for c in session.cache.layers for b in c._buffers)
     return seen.most - cache
 
 
-def test_a_prefill_grows_with_the_tapped_layers_and_with_no_other(targets):
-    few, many = (most_bytes(targets[layers], (0, 1, 2)) for layers in (4, 16))
-    one = most_bytes(targets[4], (0,))
-    features = PROMPT * ROW
+@pytest.mark.parametrize("length", [PROMPT, pytest.param(8000, marks=pytest.mark.slow)])
+def test_a_prefill_grows_with_the_tapped_layers_and_with_no_other(targets, length):
+    few, many = (most_bytes(targets[layers], (0, 1, 2), length) for layers in (4, 16))
+    one = most_bytes(targets[4], (0,), length)
+    features = length * ROW
     assert many == pytest.approx(few, abs=0.5 * features)
     assert few - one == pytest.approx(2 * features, rel=0.25)
 

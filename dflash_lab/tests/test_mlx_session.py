@@ -99,6 +99,13 @@ def test_a_trim_that_does_nothing_is_an_error_and_never_goes_on(monkeypatch, toy
         decode(pair, toy.prompts[0], DecodeConfig(block_size=8))
 
 
+def test_a_cache_that_stops_being_trimmable_in_a_run_is_an_error(monkeypatch, toy, pair):
+    scripted(monkeypatch, pair, cut(3), (*toy.prompts[0], *toy.greedy[0]))
+    monkeypatch.setattr(KVCache, "is_trimmable", lambda self: False)
+    with pytest.raises(TargetNotReversible, match="positions after"):
+        decode(pair, toy.prompts[0], DecodeConfig(block_size=8))
+
+
 def test_proposals_are_slots_1_and_on_and_slot_0_is_never_one(monkeypatch, toy, pair):
     class Slots(type(pair.models.draft)):
         def __call__(self, embedded, *_):
@@ -181,7 +188,9 @@ def draft_logits(session, anchor, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("k", [0, 7])
+@pytest.mark.parametrize(
+    "k", [0, 7, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 7))]
+)
 def test_draft_logits_after_every_block_equal_those_of_a_fresh_draft(
     monkeypatch, toy, pair, k, window
 ):
@@ -228,6 +237,15 @@ def test_a_context_position_matters_if_and_only_if_it_is_inside_the_window(
     reacts = [not np.array_equal(seen, logits(place)) for place in range(length)]
     inside = min(length, window)
     assert reacts == [False] * (length - inside) + [True] * inside
+
+
+def test_a_huge_window_gives_the_trace_of_none(toy, pair):
+    runs = [
+        decode(pair, toy.prompts[0], DecodeConfig(draft_window=window, max_new_tokens=12)).blocks
+        for window in (None, 10**9)
+    ]
+    told = [[(b.start, b.verdict, b.draft_cache_tokens) for b in blocks] for blocks in runs]
+    assert told[0] == told[1]
 
 
 def test_draft_cache_bytes_stay_bounded_with_a_window_and_are_in_the_trace(toy, pair):

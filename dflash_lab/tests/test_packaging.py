@@ -348,3 +348,7 @@ def test_the_makefile_uses_nothing_that_make_3_81_lacks():
     text = (ROOT / "Makefile").read_text()
     for word in (".ONESHELL", "$(file", "!=", "&:", "--touch", "sed -i", "readlink -f", "cp --"):
         assert word not in text
+
+
+def test_the_readme_says_that_there_is_no_prompt_cache():
+    assert "There is no prompt cache" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -289,6 +289,22 @@ def test_a_stop_string_ends_text_tokens_and_usage_alike_at_every_block_size(bloc
     assert whole["usage"]["completion_tokens"] == 6
 
 
+@pytest.mark.slow
+def test_an_answer_has_as_many_tokens_as_are_asked_for_by_every_count():
+    pair = scripted_pair(
+        ORACLE, block_size=8, target=replay_target(5, b"abcdefghijklmnopqrstuvwxyz")
+    )
+    usage = {"include_usage": True}
+    with served(pair) as (server, _):
+        for limit in range(1, 25):
+            whole = ask(server, COMPLETION, max_tokens=limit).json()
+            told = events(server, COMPLETION, max_tokens=limit, stream_options=usage)
+            trace = dl.decode(pair, PROMPT, DecodeConfig(max_new_tokens=limit), chat=False)
+            counts = {one["usage"]["completion_tokens"] for one in (whole, told[-1])}
+            assert counts == {limit} == {len(trace.tokens)}
+            assert len(whole["choices"][0]["text"]) == len(text_of(told)) == limit
+
+
 # --- what is asked ------------------------------------------------------------------------------
 
 PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]

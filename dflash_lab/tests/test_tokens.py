@@ -1,11 +1,14 @@
 """Coloured text: every token once, in its kind, literally."""
 
+import json
+
 import pytest
 
 from dflash_lab.config import DecodeConfig
 from dflash_lab.decoding import decode
 from dflash_lab.tests.pages import read_page, shown_text
 from dflash_lab.tests.runs import HOSTILE
+from dflash_lab.tests.toys import ORACLE, cut, replay_target, scripted_pair
 from dflash_lab.tokens import (
     SHOWN_AS,
     ShownTrace,
@@ -15,6 +18,7 @@ from dflash_lab.tokens import (
     text_html,
     trace_html,
 )
+from dflash_lab.viewer import view
 
 TOKENS = {str(i): f"t{i}" for i in range(20)}
 
@@ -142,3 +146,17 @@ def test_a_trace_in_memory_is_shown_whole(toy_pair, decoded):
     assert shown_text(read_page(text_html(shown))) == decoded.text.translate(SHOWN_AS)
     assert [block.accepted for block in shown.blocks] == [b.accepted for b in decoded.blocks]
     assert [block.drafted for block in shown.blocks] == [len(b.drafted) for b in decoded.blocks]
+
+
+MIXED = "naïve 机器学习 한국어 🙂👩‍👩‍👧 ď"
+
+
+@pytest.mark.parametrize("script", [ORACLE, cut(2)], ids=["oracle", "cut 2"])
+@pytest.mark.parametrize("block_size", range(1, 9))
+def test_no_character_is_torn_wherever_blocks_split_it(block_size, script):
+    said = [*MIXED.encode(), 300]
+    pair = scripted_pair(script, target=replay_target(2, said), end_tokens=frozenset({300}))
+    trace = decode(pair, (1, 2), DecodeConfig(block_size=block_size))
+    shown = live_trace(pair, trace)
+    assert shown_text(read_page(text_html(shown))) == MIXED
+    assert "\ufffd" not in text_html(shown) + json.dumps(view(shown), ensure_ascii=False)

@@ -243,7 +243,9 @@ def draft_states(session, anchor, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("k", [0, 2, 7])
+@pytest.mark.parametrize(
+    "k", [0, 2, 7, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 3, 4, 5, 6))]
+)
 def test_draft_logits_after_every_block_equal_those_of_a_fresh_draft(
     monkeypatch, toy, pair, k, window
 ):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from dflash_lab.accept import matched_prefix
@@ -208,6 +208,22 @@ def test_loading_and_decoding_leave_the_librarys_classes_and_the_configuration_a
     assert parts and all(part.sliding_window == window for part, window in parts)
 
 
+def test_a_softcap_inside_of_attention_is_computed_whatever_the_library_would_load(
+    monkeypatch, tmp_path
+):
+    toy_target("gemma2", tied=True).save_pretrained(tmp_path)
+    real = transformers.AutoModelForCausalLM.from_pretrained
+
+    def loaded(*asked, **settings):
+        model, told = real(*asked, **settings)
+        model.config._attn_implementation = "sdpa"
+        return model, told
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loaded)
+    target = torch_target.load_target(tmp_path, torch.float32, torch.device("cpu"))
+    assert target.config._attn_implementation == "eager"
+
+
 # --- one layer's keys and values ----------------------------------------------------------------
 
 
@@ -253,6 +269,17 @@ def test_take_back_leaves_the_first_rows_as_they_were():
     assert [layer.keys.flatten().tolist() for layer in cache.layers] == [list(range(7))] * 3
     with pytest.raises(ValueError, match="8 tokens back from a cache that holds 7"):
         take_back(cache, 8)
+
+
+@pytest.mark.parametrize("kind", [StaticCache, DynamicCache])
+def test_a_cache_of_the_librarys_own_kind_is_refused_by_name(kind):
+    model = toy_target("qwen2", False)
+    settings = {"max_cache_len": 64} if kind is StaticCache else {}
+    cache = kind(config=model.config, **settings)
+    target = TorchTarget(model)
+    target.logits(torch.tensor([[*range(10)]]), cache, ())
+    with pytest.raises(TargetNotReversible, match=r"taken back from a (Static|Dynamic)Layer"):
+        take_back(cache, 3)
 
 
 def test_rows_that_are_gone_are_never_taken_back_in_silence(monkeypatch):
