@@ -32,7 +32,8 @@ def sweep(
     What is finished is skipped and what was interrupted goes on, so the same call ends what a kill
     left. A cell that raises is kept as failed with its reason, and is tried again by the next
     call; the others go on. `pair` replaces `config.pair`. `should_stop` is asked once a block.
-    `audit` compares the text with the library's own in each dtype and keeps that beside the run.
+    `audit` compares the text with the library's own, in float32 too where plain decoding is
+    measured in that, and keeps it beside the run.
     Raises ValueError for prompts that do not fit, `DiskFull` where there is no space left.
     """
     show = progress or (lambda at: None)
@@ -61,7 +62,11 @@ def audit_run(
     prompts: Sequence[Prompt],
     show: Callable[[SweepProgress], None],
 ) -> None:
-    """Audit the run's largest block size in each of its dtypes, unless it holds just that."""
+    """Audit the run's largest block size unless it holds just that.
+
+    In the dtype that drafts, and in float32 where plain decoding is measured in that: how another
+    dtype rounds would say nothing of what was drafted.
+    """
     size, trained = max(config.block_sizes), pairs.first.draft_config.trained_block_size
     largest = DecodeConfig(
         block_size=size if config.beyond_trained else min(size, trained),
@@ -71,7 +76,8 @@ def audit_run(
         min_new_tokens=config.min_new_tokens,
         beyond_trained=config.beyond_trained,
     )
-    for dtype in dict.fromkeys((pairs.dtype, *map(pairs.effective, config.plain_dtypes))):
+    plain = {pairs.effective(dtype) for dtype in config.plain_dtypes}
+    for dtype in dict.fromkeys((pairs.dtype, *({"float32"} & plain))):
         pair = pairs.get(dtype)
         of = shared_request(config, pair)
         of |= {"prompts": describe_prompts(config, prompts), "thinking": config.thinking}

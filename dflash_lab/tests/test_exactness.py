@@ -260,6 +260,31 @@ def test_a_sweep_keeps_its_audit_and_does_not_make_it_twice(tmp_path):
     assert len(pair.models.generated) > asked
 
 
+@pytest.mark.parametrize(
+    ("drafts", "plain", "audits"),
+    [
+        ("bfloat16", ("float32",), {"bfloat16", "float32"}),
+        ("float32", ("bfloat16",), {"float32"}),
+        ("bfloat16", (), {"bfloat16"}),
+    ],
+)
+def test_a_sweep_audits_the_dtype_that_drafts_and_float32_and_no_other(
+    tmp_path, drafts, plain, audits
+):
+    asked = dl.SweepConfig(
+        pair="tiny",
+        dtype=drafts,
+        device="cpu",
+        plain_dtypes=plain,
+        block_sizes=(4,),
+        max_prompts=1,
+        max_new_tokens=4,
+        warm_up=False,
+    )
+    run = dl.sweep(asked, tmp_path, audit=True)
+    assert {made.dtype for made in read_audits(run)} == audits
+
+
 def test_a_sweep_that_draws_tokens_cannot_be_audited_and_says_so_first(tmp_path):
     with pytest.raises(ValueError, match="an audit compares greedy text"):
         dl.sweep(replace(SWEEP, temperature=1.0, seed=0), tmp_path / "run", audit=True)

@@ -17,6 +17,7 @@ from dflash_lab.backends import (
     mlx_session,
     mlx_target,
     torch_model,
+    torch_sampling,
     torch_session,
 )
 from dflash_lab.backends.mlx_session import MlxSession
@@ -269,6 +270,16 @@ def test_a_checkpoints_own_window_counts_from_each_row_and_holds_its_own_positio
         check_window(monkeypatch, backend, network, window, 40, 2, kept)
 
 
+def test_each_row_of_a_sliding_layer_sees_one_position_less_than_the_row_before(
+    monkeypatch, backend
+):
+    ours, twin = twins(layer_types=[S], sliding_window=16, num_hidden_layers=1)
+    network = ours if backend.session is TorchSession else twin
+    found, anchor = reacting(monkeypatch, backend, network, None, 18, 2, range(8, 18))
+    slots = range(1, 8)
+    assert found == [[anchor - place + slot < 16 for slot in slots] for place in range(8, 18)]
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_is_outside_a_sliding_layers_window_acts_through_the_full_layer_alone(
     monkeypatch, name
@@ -411,6 +422,23 @@ def table_records(table, kind, asked):
     return list(run_blocks(session, (3,), asked, read=lambda tokens: ""))
 
 
+def table_text(table, kind, asked):
+    """Tokens of one text, the prompt's first, and each one's place in its block."""
+    prefill, *blocks = table_records(table, kind, asked)
+    tokens, places = [3, prefill.token], [0, 0]
+    for block in blocks:
+        tokens += block.tokens
+        places += range(len(block.tokens))
+    return np.array(tokens), np.array(places)
+
+
+def all_rows(tokens, law):
+    """The chance of all transitions together: less is needed of a fault than in one row."""
+    counts = np.zeros((8, 8))
+    np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+    return chi_square(counts.ravel(), (counts.sum(1, keepdims=True) / counts.sum() * law).ravel())
+
+
 TABLE_CASES = [
     *((TorchSession, *case) for case in RULE_PAIRS),
     *((kind, rule, "argmax") for kind in (BestOfTable, WrongOfTable) for rule in RULES),
@@ -422,14 +450,24 @@ TABLE_CASES = [
 def test_a_text_of_a_real_target_has_its_tables_law_in_every_row_and_slot(
     table, kind, rule, proposal
 ):
-    asked = asking(4, 1_200, rule=rule, proposal=proposal)
-    prefill, *blocks = table_records(table, kind, asked)
-    tokens, places = [3, prefill.token], [0, 0]
-    for block in blocks:
-        tokens += block.tokens
-        places += range(len(block.tokens))
-    assert len(tokens) == 1_201
-    assert far_from(np.array(tokens), np.array(places), P, slots=range(4)) > LIKELY
+    tokens, places = table_text(table, kind, asking(4, 2_000, rule=rule, proposal=proposal))
+    assert len(tokens) == 2_001
+    assert far_from(tokens, places, P, slots=range(4)) > LIKELY
+    assert all_rows(tokens, P) > LIKELY
+
+
+@pytest.mark.slow
+def test_a_table_that_is_another_one_or_sharper_is_noticed(monkeypatch, table):
+    tokens, places = table_text(table, TorchSession, asking(4, 2_000))
+    assert far_from(tokens, places, Q, slots=()) < LIKELY
+    right = torch_sampling.probabilities
+
+    def sharper(logits, settings):
+        return right(logits, replace(settings, temperature=0.6))
+
+    monkeypatch.setattr(torch_sampling, "probabilities", sharper)
+    tokens, _ = table_text(table, TorchSession, asking(4, 2_000))
+    assert all_rows(tokens, P) < LIKELY
 
 
 @pytest.mark.thorough
@@ -443,13 +481,6 @@ def test_second_and_third_tokens_of_4000_runs_have_their_joint_law(table, kind, 
         counts[tokens[1], tokens[2]] += 1
     law = (P[3] @ P)[:, None] * P
     assert chi_square(counts.ravel(), law.ravel()) > LIKELY
-
-
-@pytest.mark.slow
-def test_a_table_that_is_another_one_is_noticed(table):
-    prefill, *blocks = table_records(table, TorchSession, asking(4, 400))
-    tokens = np.array([3, prefill.token, *(token for b in blocks for token in b.tokens)])
-    assert far_from(tokens, np.zeros(len(tokens)), Q, slots=()) < LIKELY
 
 
 # --- windows of layers in the record ------------------------------------------------------------
