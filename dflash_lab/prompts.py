@@ -78,10 +78,10 @@ def load_prompts(
         prompts = [prompt for prompt in prompts if prompt.category != "long"]
     if limit is not None:
         whole("limit", limit, 1, "None takes every prompt.")
-    if limit is not None and limit > len(prompts):
-        raise ValueError(
-            f"asked for {limit} prompts, but {source} has {len(prompts)} of that kind."
-        )
+        if limit > len(prompts):
+            raise ValueError(
+                f"asked for {limit} prompts, but {source} has {len(prompts)} of that kind."
+            )
     if random_state is not None:
         # A generator of its own: nobody's draws before or between change which prompts these are.
         random.Random(random_state).shuffle(prompts)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dflash_lab.analyse.frames import RATES
-from dflash_lab.analyse.resampling import counting, draw_prompts, ends, ratio
+from dflash_lab.analyse.frames import RATES, paired_figures
+from dflash_lab.analyse.resampling import ratio
 from dflash_lab.analyse.sums import Sums, prompt_sums
 from dflash_lab.store import Cell, Run
 
@@ -97,27 +97,16 @@ def _row(
         "other_hardware": mate.hardware,
         "prompts": count,
     }
-    every, draws = np.ones((1, count)), draw_prompts(count, resamples, seed)
     for name in FIGURES:
         above, below = RATES[name]
         for side, mine in zip(("", "other_"), sums, strict=True):
             row[f"{side}{name}"] = float(ratio(mine[above].sum(), mine[below].sum()))
 
-    def figures(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        speeds, taus = (
-            [ratio(weights @ mine[RATES[name][0]], weights @ mine[RATES[name][1]]) for mine in sums]
-            for name in FIGURES
-        )
-        return ratio(speeds[1], speeds[0]), taus[1] - taus[0]
-
+    differences = paired_figures(sums[1], sums[0], resamples, seed)
     same_clock = (cell.hardware, cell.request["timing"]) == (mate.hardware, mate.request["timing"])
-    names = {"speedup": "tokens_per_s", "tau_difference": "tau"}
-    for name, value, drawn in zip(names, figures(every), figures(draws), strict=True):
-        known = count > 0 and (same_clock or name != "speedup")
-        below = RATES[names[name]][1]
-        told = counting(*(mine[below] for mine in sums))
-        low, high = ends(drawn, told) if known else (None, None)
-        row |= {name: float(value[0]) if known else None, f"{name}_low": low, f"{name}_high": high}
+    for name, value in differences.items():
+        known = count > 0 and (same_clock or not name.startswith("speedup"))
+        row[name] = value if known else None
     return row
 
 

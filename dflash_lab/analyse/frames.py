@@ -7,7 +7,7 @@ throughput count every block. Where nothing was drafted a rate is missing, never
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -392,28 +392,40 @@ def _baseline(run: Run) -> Cell:
 
 def _paired_row(sums: Sums, place: int, base: int, resamples: int, seed: int) -> dict[str, Any]:
     shared = (sums["outputs"][[place, base]] > 0).all(axis=0)
-    count = int(shared.sum())
-    draws = draw_prompts(count, resamples, seed)
-    every = np.ones((1, count))
-
-    def figures(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        speed, tau = (
-            [
-                ratio(weights @ sums[above][row, shared], weights @ sums[below][row, shared])
-                for row in (place, base)
-            ]
-            for above, below in (RATES["tokens_per_s"], RATES["tau"])
-        )
-        return ratio(*speed), tau[0] - tau[1]
-
-    row = {
+    mine, others = (
+        {name: values[row, shared] for name, values in sums.by_name.items()}
+        for row in (place, base)
+    )
+    return {
         **_setting_of(sums.cells[place]),
         "against": sums.cells[base].id,
-        "prompts": count,
+        "prompts": int(shared.sum()),
+        **paired_figures(mine, others, resamples, seed),
     }
-    names = {"speedup": "tokens_per_s", "tau_difference": "tau"}
-    for name, value, drawn in zip(names, figures(every), figures(draws), strict=True):
-        below = sums[RATES[names[name]][1]]
-        low, high = ends(drawn, counting(below[place, shared], below[base, shared]))
-        row |= {name: value[0], f"{name}_low": low, f"{name}_high": high}
-    return row
+
+
+def paired_figures(
+    mine: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray], resamples: int, seed: int
+) -> dict[str, float | None]:
+    """How much faster, and by how much tau differs, with the ends of both intervals.
+
+    Both hold the sums of one cell by name, over the same prompts. NaN where nothing is divided.
+    """
+    speed, tau = RATES["tokens_per_s"], RATES["tau"]
+    count = len(mine["outputs"])
+
+    def rates(weights: np.ndarray, above: str, below: str) -> list[np.ndarray]:
+        return [ratio(weights @ one[above], weights @ one[below]) for one in (mine, others)]
+
+    def figures(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return ratio(*rates(weights, *speed)), np.subtract(*rates(weights, *tau))
+
+    found: dict[str, float | None] = {}
+    drawn = figures(draw_prompts(count, resamples, seed))
+    whole = figures(np.ones((1, count)))
+    for name, (_, below), value, draws in zip(
+        ("speedup", "tau_difference"), (speed, tau), whole, drawn, strict=True
+    ):
+        low, high = ends(draws, counting(mine[below], others[below]))
+        found |= {name: float(value[0]), f"{name}_low": low, f"{name}_high": high}
+    return found

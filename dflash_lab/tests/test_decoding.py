@@ -8,11 +8,10 @@ from dflash_lab import DecodeConfig, decode, stream
 from dflash_lab.accept import RULES, Verdict
 from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.tests.toys import (
-    ORACLE,
+    STANDARD_RUN,
     WRONG,
     ByteTokenizer,
     cut,
-    noise,
     replay_target,
     scripted_greedy,
     scripted_pair,
@@ -20,12 +19,6 @@ from dflash_lab.tests.toys import (
 from dflash_lab.trace import BlockRecord, PrefillRecord
 
 PROMPT = (5, 3, 8, 13, 21)
-SCRIPTS = {
-    "oracle": ORACLE,
-    "wrong": WRONG,
-    **{f"cut {k}": cut(k) for k in range(8)},
-    **{f"noise {seed}": noise(0.5, seed) for seed in range(5)},
-}
 
 
 def quiet_decode(pair, prompt=PROMPT, **settings):
@@ -35,7 +28,7 @@ def quiet_decode(pair, prompt=PROMPT, **settings):
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 7, 8, 16])
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("script", STANDARD_RUN.values(), ids=STANDARD_RUN)
 def test_decode_emits_what_greedy_decoding_emits(script, block_size):
     pair = scripted_pair(script)
     for limit in (1, 2, 7, 8, 9, 15, 16, 17, 40):
@@ -44,7 +37,7 @@ def test_decode_emits_what_greedy_decoding_emits(script, block_size):
         assert trace.finish_reason == "length"
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("script", STANDARD_RUN.values(), ids=STANDARD_RUN)
 def test_both_rules_emit_what_a_target_that_is_sure_says(script):
     pair = scripted_pair(script)
     for rule in RULES:

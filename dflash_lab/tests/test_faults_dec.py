@@ -9,13 +9,9 @@ import pytest
 
 from dflash_lab import DecodeConfig, SweepConfig, decode, load_pair, sweep
 from dflash_lab.backends import mlx_session, torch_session
-from dflash_lab.tests.toys import END, ByteTokenizer, scripted_pair
+from dflash_lab.tests.toys import END, ByteTokenizer, scripted_pair, seen
 
 pytestmark = pytest.mark.usefixtures("quiet")
-
-
-def seen(trace):
-    return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in trace.blocks]
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.slow)])

@@ -47,26 +47,21 @@ from dflash_lab.tests.toys import (
     GAP,
     MASK,
     ORACLE,
+    STANDARD_RUN,
     VOCABULARY,
     WRONG,
     ScriptedSession,
     cut,
     draft_json,
     greedy,
-    noise,
     save_draft,
     scripted_pair,
+    seen,
     toy_target,
 )
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-SCRIPTS = {
-    "oracle": ORACLE,
-    "wrong": WRONG,
-    **{f"cut {k}": cut(k) for k in range(8)},
-    **{f"noise {seed}": noise(0.5, seed) for seed in range(5)},
-}
 HOT = {"temperature": 1.0, "seed": 7}
 BACKENDS = {
     "torch": SimpleNamespace(
@@ -181,10 +176,6 @@ def test_a_stop_token_that_is_the_mask_ends_a_real_output_only_where_it_is_emitt
 
 
 # --- what the draft is given --------------------------------------------------------------------
-
-
-def seen(trace):
-    return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in trace.blocks]
 
 
 def test_chunks_of_a_prompt_change_neither_the_drafts_logits_nor_the_trace(monkeypatch, backend):
@@ -339,12 +330,12 @@ def sliding(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", STANDARD_RUN)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_text_past_the_window_of_a_target_is_that_of_decoding_without_a_cache(
     monkeypatch, sliding, name, script
 ):
-    follow(monkeypatch, BACKENDS[name], SCRIPTS[script], (*sliding.prompt, *sliding.text))
+    follow(monkeypatch, BACKENDS[name], STANDARD_RUN[script], (*sliding.prompt, *sliding.text))
     ends = DecodeConfig(block_size=8, max_new_tokens=80, ignore_end=True)
     trace = decode(sliding.pairs[name], sliding.prompt, ends)
     assert trace.tokens == sliding.text

@@ -31,12 +31,11 @@ from dflash_lab.tests.test_abandoned import check_that_an_abandoned_stream_distu
 from dflash_lab.tests.test_torch_target import Told, decoded
 from dflash_lab.tests.toys import (
     HYBRIDS,
-    ORACLE,
-    WRONG,
+    STANDARD_RUN,
     cut,
     greedy,
     is_varied,
-    noise,
+    seen,
     toy_models,
     toy_target,
 )
@@ -44,15 +43,12 @@ from dflash_lab.train.generate import Writer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-SCRIPTS = {
-    "oracle": ORACLE,
-    "wrong": WRONG,
-    **{f"cut {k}": cut(k) for k in range(8)},
-    **{f"noise {seed}": noise(0.5, seed) for seed in range(5)},
-}
 SAMPLE = [(2, "noise 0"), (3, "wrong"), (8, "cut 3"), (16, "noise 1")]
 GRID = [
-    (size, script) for size in range(1, 17) for script in SCRIPTS if (size, script) not in SAMPLE
+    (size, script)
+    for size in range(1, 17)
+    for script in STANDARD_RUN
+    if (size, script) not in SAMPLE
 ]
 NETS = (0, 1, 2)  # the layers that are recurrent; 3 is not
 
@@ -167,7 +163,9 @@ def case(request, made):
 
 def check_tokens(case, size, script):
     prompt, text = case.toy.prompts[0], case.toy.greedy[0]
-    session = case.backend.told(case.target, None, None).follow(SCRIPTS[script], (*prompt, *text))
+    session = case.backend.told(case.target, None, None).follow(
+        STANDARD_RUN[script], (*prompt, *text)
+    )
     count = 30 if script != "wrong" else 10
     assert decoded(session, prompt, size, count) == text[:count]
 
@@ -225,13 +223,13 @@ def dozen(made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", STANDARD_RUN)
 @pytest.mark.parametrize("backend", [Torch, Mlx], ids=lambda backend: backend.name)
 def test_64_tokens_and_the_logits_after_each_block_know_nothing_of_rejected_tokens(
     made, dozen, backend, script
 ):
     target, (prompt, text) = made.case("qwen3_5", backend).target, dozen
-    session = backend.told(target, None, None).follow(SCRIPTS[script], (*prompt, *text))
+    session = backend.told(target, None, None).follow(STANDARD_RUN[script], (*prompt, *text))
     tokens = [session.prefill(prompt)]
     while len(tokens) < 64:
         verdict = session.verify(session.draft(tokens[-1], 8))
@@ -248,8 +246,7 @@ def test_64_tokens_and_the_logits_after_each_block_know_nothing_of_rejected_toke
 @pytest.mark.slow
 def test_a_pair_used_again_gives_the_first_runs_trace(case):
     def blocks_of(pair, prompt):
-        blocks = decode(pair, prompt, DecodeConfig(block_size=8, max_new_tokens=12)).blocks
-        return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in blocks]
+        return seen(decode(pair, prompt, DecodeConfig(block_size=8, max_new_tokens=12)))
 
     long, short = tuple(i % 200 for i in range(200)), case.toy.prompts[0][:5]
     first, second = blocks_of(case.pair, long), blocks_of(case.pair, short)

@@ -21,7 +21,7 @@ from dflash_lab.backends import (
 from dflash_lab.backends.mlx_session import MlxBlock, MlxSession, pick_device, pick_dtype
 from dflash_lab.backends.mlx_target import spelled_for_mlx, take_back
 from dflash_lab.decoding import AcceptanceWarning
-from dflash_lab.tests.toys import ORACLE, WRONG, cut, noise, told_block
+from dflash_lab.tests.toys import ORACLE, WRONG, cut, noise, seen, told_block
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -138,8 +138,7 @@ def test_plain_decoding_captures_no_features(toy, pair, monkeypatch):
 
 def test_a_pair_used_again_gives_the_first_runs_trace(toy, pair):
     def blocks_of(pair, prompt):
-        blocks = decode(pair, prompt, DecodeConfig(block_size=8, max_new_tokens=16)).blocks
-        return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in blocks]
+        return seen(decode(pair, prompt, DecodeConfig(block_size=8, max_new_tokens=16)))
 
     long = tuple(i % 200 for i in range(200))
     first = blocks_of(pair, long)

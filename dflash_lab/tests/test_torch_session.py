@@ -19,16 +19,17 @@ from dflash_lab.backends.torch_target import (
 from dflash_lab.checkpoint import MaskIdOutOfRange, WidthMismatch
 from dflash_lab.decoding import AcceptanceWarning
 from dflash_lab.tests.told import ToldSession, told_sessions
-from dflash_lab.tests.toys import ORACLE, WRONG, cut, draft_json, noise, toy_models
+from dflash_lab.tests.toys import (
+    ORACLE,
+    STANDARD_RUN,
+    WRONG,
+    cut,
+    draft_json,
+    seen,
+    toy_models,
+)
 
 pytestmark = pytest.mark.usefixtures("quiet")
-
-SCRIPTS = {
-    "oracle": ORACLE,
-    "wrong": WRONG,
-    **{f"cut {k}": cut(k) for k in range(8)},
-    **{f"noise {seed}": noise(0.5, seed) for seed in range(5)},
-}
 
 
 @pytest.fixture(
@@ -53,7 +54,7 @@ def scripted(monkeypatch, pair, script, text):
     monkeypatch.setattr(pair.models, "session", told_sessions(pair, script, text))
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("script", STANDARD_RUN.values(), ids=STANDARD_RUN)
 def test_tokens_equal_plain_decoding_for_every_draft(monkeypatch, toy, pair, script):
     for prompt, text, size in zip(toy.prompts, toy.greedy, (8, 3), strict=False):
         scripted(monkeypatch, pair, script, (*prompt, *text))
@@ -185,17 +186,13 @@ def test_two_streams_interleaved_and_two_threads_give_what_each_gives_alone(toy,
         assert [b.drafted for b in results[number].blocks] == [b.drafted for b in trace.blocks]
 
 
-def blocks_of(trace):
-    return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in trace.blocks]
-
-
 def test_a_pair_used_again_gives_the_first_runs_trace(toy, pair):
     config = DecodeConfig(block_size=8, max_new_tokens=24)
     long = tuple(i % 200 for i in range(200))
     first = decode(pair, long, config)
     short = decode(pair, toy.prompts[0][:5], config)
-    assert blocks_of(decode(pair, long, config)) == blocks_of(first)
-    assert blocks_of(short) == blocks_of(decode(toy.load(), toy.prompts[0][:5], config))
+    assert seen(decode(pair, long, config)) == seen(first)
+    assert seen(short) == seen(decode(toy.load(), toy.prompts[0][:5], config))
 
 
 @pytest.mark.parametrize("window", [None, 8, 40, 200])
@@ -306,7 +303,7 @@ def test_a_huge_window_gives_the_trace_of_none(toy, pair):
         decode(pair, toy.prompts[0], DecodeConfig(draft_window=window, max_new_tokens=40))
         for window in (None, 10**9)
     ]
-    assert blocks_of(runs[0]) == blocks_of(runs[1])
+    assert seen(runs[0]) == seen(runs[1])
 
 
 def test_draft_cache_bytes_stay_bounded_with_a_window_and_are_in_the_trace(toy, pair):

@@ -28,6 +28,7 @@ from dflash_lab.checkpoint import DraftConfig, Rope
 from dflash_lab.config import PairSpec
 from dflash_lab.load import Pair, load_pair
 from dflash_lab.sampling import Sampling
+from dflash_lab.trace import Trace
 
 VOCABULARY, MASK, CONTEXT = 512, 511, 1024
 WINDOW = 16  # of the sliding layers of toy targets that have some
@@ -287,6 +288,14 @@ def noise(p: float, seed: int = 0) -> Script:
     return lambda position, slot: random.Random(f"{seed} {position} {slot}").random() < p
 
 
+STANDARD_RUN: dict[str, Script] = {  # what every greedy check is run with
+    "oracle": ORACLE,
+    "wrong": WRONG,
+    **{f"cut {k}": cut(k) for k in range(8)},
+    **{f"noise {seed}": noise(0.5, seed) for seed in range(5)},
+}
+
+
 def told_block(
     script: Script, text: Sequence[int], anchor: int, committed: int, block_size: int
 ) -> list[int]:
@@ -508,6 +517,11 @@ def scripted_pair(
         tokenizer=ByteTokenizer() if tokenizer == "bytes" else tokenizer,
         fingerprint={"target": "t" * 64, "draft": "d" * 64, "template": "c" * 64},
     )
+
+
+def seen(trace: Trace) -> list[tuple[Any, ...]]:
+    """What a trace tells of its blocks, times aside."""
+    return [(b.start, b.drafted, b.posterior, b.accepted, b.emitted) for b in trace.blocks]
 
 
 def scripted_config(block_size: int, trained_block_size: int) -> DraftConfig:
