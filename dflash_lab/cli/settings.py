@@ -63,6 +63,20 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{name} is {text!r}; expected whole numbers with commas.") from error
 
 
+def width_shares(text: str) -> tuple[tuple[int, float], ...]:
+    """Block sizes and their shares, as `4:0.2,16:0.8`; a lone one may leave its share out."""
+    made = []
+    for part in text.split(","):
+        width, _, share = part.partition(":")
+        try:
+            made.append((int(width), float(share or 1)))
+        except ValueError as error:
+            raise ValueError(
+                f"widths is {text!r}; expected block sizes and shares, as 4:0.2,16:0.8."
+            ) from error
+    return tuple(made)
+
+
 def window_of(text: str | None) -> int | None:
     """A draft window; `full` or nothing is no window."""
     if text is None or text.strip() == "full":

@@ -17,6 +17,7 @@ from dflash_lab.cli.printing import (
 from dflash_lab.cli.settings import (
     given,
     whole_numbers,
+    width_shares,
 )
 
 
@@ -61,6 +62,9 @@ def train(
     ] = None,
     mask_token: Annotated[int | None, typer.Option(help="Id that stands for 'not known'.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    widths: Annotated[
+        str | None, typer.Option(help="Block sizes of the steps and their shares, as 4:0.2,16:0.8.")
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="At its highest.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, or muon for the matrices.")] = None,
     average: Annotated[
@@ -84,6 +88,7 @@ def train(
 
     fit = given(
         steps=steps,
+        widths=None if widths is None else width_shares(widths),
         learning_rate=learning_rate,
         optimizer=optimizer,
         average=average,

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from dflash_lab.cli.settings import width_shares
+from dflash_lab.lease import Leases
 from dflash_lab.load import ModelUnavailable, load_pair
 from dflash_lab.tests.toys import byte_tokenizer
 from dflash_lab.train.export import pick_mask_token, pick_taps
 from dflash_lab.train.fit import FitConfig
-from dflash_lab.train.recipe import TrainConfig, train_draft
+from dflash_lab.train.recipe import TrainConfig, train_draft, typed
 
 FIT = FitConfig(steps=6, rows_a_step=2, labels_a_step=56, frequent=40, sampled=8, evaluate_every=3)
 
@@ -136,6 +138,23 @@ def test_another_targets_work_is_refused(settings, trained, qwen3_toy):
         train_draft(other, lambda line: None)
 
 
+@pytest.mark.slow
+def test_a_fit_that_was_begun_with_other_settings_is_refused_and_says_which(settings, trained):
+    other = replace(settings, fit=replace(FIT, learning_rate=1e-3))
+    with pytest.raises(ValueError, match=r"begun with learning_rate 0\.0006 \(now 0\.001\)"):
+        train_draft(other, lambda line: None)
+
+
+def test_a_second_run_on_a_work_folder_is_refused_while_the_first_is_alive(settings, tmp_path):
+    config = replace(settings, out=str(tmp_path / "d"), until="prompts")
+    first = Leases(cells=config.work_folder)
+    assert first.take(config.work_folder)
+    with pytest.raises(RuntimeError, match=r"another run is at work in .*d\.work"):
+        train_draft(config, lambda line: None)
+    first.close()
+    assert train_draft(config, lambda line: None) is None
+
+
 def test_taps_are_different_layers_of_the_target_and_evenly_spaced_where_there_is_room():
     assert pick_taps(30) == (1, 8, 14, 20, 27)
     assert (pick_taps(4), pick_taps(2), pick_taps(1)) == ((0, 1, 2), (0,), (0,))
@@ -162,3 +181,16 @@ def test_settings_are_checked():
         TrainConfig(target="t", out="d", block_size=1)
     with pytest.raises(ValueError, match="until is 'end'"):
         TrainConfig(target="t", out="d", until="end")
+    for wrong in ({"steps": 0}, {"learning_rate": float("nan")}, {"average": 1.0}, {"soft": 2.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+            FitConfig(**wrong)
+    with pytest.raises(ValueError, match="width is 1"):
+        FitConfig(widths=((1, 0.5),))
+
+
+def test_widths_are_read_from_the_command_line_and_written_back():
+    assert width_shares("4:0.2,16:0.8") == ((4, 0.2), (16, 0.8))
+    assert width_shares("2") == ((2, 1.0),)
+    assert typed(((4, 0.2), (16, 0.8))) == "4:0.2,16:0.8"
+    with pytest.raises(ValueError, match="widths is '4;8'"):
+        width_shares("4;8")

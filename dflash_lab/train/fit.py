@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dflash_lab.backends.torch_anchors import accepted_counts, walk
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.backends.torch_target import TorchTarget
-from dflash_lab.config import one_of
+from dflash_lab.config import number, one_of, whole
 from dflash_lab.train.features import LIKELIEST, FeatureCache
 from dflash_lab.train.rows import Row
 
@@ -59,6 +59,13 @@ class FitConfig:
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("weights", self.weights, WEIGHTS)
+        whole("steps", self.steps, 1, "")
+        number("learning_rate", self.learning_rate, "a number above 0", lambda rate: rate > 0)
+        number("average", self.average, "a number from 0 and below 1", lambda decay: 0 <= decay < 1)
+        number("soft", self.soft, "a number from 0 to 1", lambda share: 0 <= share <= 1)
+        for width, share in self.widths:
+            whole("width", width, 2, "It counts the anchor, so 2 drafts one token.")
+            number("a width's share", share, "a number above 0", lambda part: part > 0)
 
 
 @dataclass(slots=True)
@@ -389,8 +396,8 @@ class Fit:
         counted = self.accelerator.reduce(sums.counted, "sum").tolist()
         for held, new in ((self.state.right, right), (self.state.counted, counted)):
             held += [0.0] * (len(new) - len(held))
-            for slot, number in enumerate(new):
-                held[slot] += number
+            for slot, count in enumerate(new):
+                held[slot] += count
 
     def evaluate(self, held_out: Callable[[DraftNetwork], list[float]]) -> str:
         """Add a point to the curve, and remember the weights where they are the best so far."""

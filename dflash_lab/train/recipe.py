@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from dflash_lab.backends.torch_target import TorchTarget, load_target
 from dflash_lab.checkpoint import parse_draft_config
 from dflash_lab.config import one_of, whole
 from dflash_lab.doctor import write_reference
+from dflash_lab.lease import Leases
 from dflash_lab.load import find_target, load_pair, load_tokenizer, target_fingerprint
 from dflash_lab.prompts import DATA
 from dflash_lab.train.evaluate import evaluate, question, questions, tau_table
@@ -89,7 +91,7 @@ SETTINGS = (
     "taps",
     "mask_token",
 )
-FIT_SETTINGS = ("steps", "learning_rate", "optimizer", "average", "weights", "soft")
+FIT_SETTINGS = ("steps", "widths", "learning_rate", "optimizer", "average", "weights", "soft")
 
 Say = Callable[[str], None]
 
@@ -146,14 +148,33 @@ def train_draft(config: TrainConfig, say: Say = print) -> Path | None:
     that is not finite. Run it again to go on: at most a minute of work is lost.
     """
     state = PartialState(cpu=config.device == "cpu")
-    # With several processes the first prepares everything, and the others find it done.
-    with state.main_process_first():
-        recipe = _Recipe(config, say if state.is_main_process else lambda line: None)
-        prepared = recipe.prepare()
-    if prepared is None:
-        return None
-    network, curve = recipe.fit(prepared)
-    return recipe.write(prepared, network, curve) if state.is_main_process else Path(config.out)
+    with _alone(config.work_folder if state.is_main_process else None):
+        # With several processes the first prepares everything, and the others find it done.
+        with state.main_process_first():
+            recipe = _Recipe(config, say if state.is_main_process else lambda line: None)
+            prepared = recipe.prepare()
+        if prepared is None:
+            return None
+        network, curve = recipe.fit(prepared)
+        return recipe.write(prepared, network, curve) if state.is_main_process else Path(config.out)
+
+
+@contextmanager
+def _alone(work: Path | None) -> Iterator[None]:
+    """Keep a second run out of the work folder: each would overwrite what the other wrote."""
+    if work is None:
+        yield
+        return
+    leases = Leases(cells=work)
+    try:
+        if not leases.take(work):
+            raise RuntimeError(
+                f"another run is at work in {work}. Wait until it has ended, or name another "
+                "folder with --work."
+            )
+        yield
+    finally:
+        leases.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,10 +382,6 @@ class _Recipe:
         self, network: DraftNetwork, train: Sequence[Row], cache: FeatureCache
     ) -> FitConfig:
         """The fit's settings, with as many steps as the time allows; decided once and kept."""
-        kept = self.plan.get("fit")
-        if kept is not None:
-            stored = {**kept, "widths": tuple(map(tuple, kept["widths"]))}
-            return FitConfig(**stored)
         limit = self.config.block_size
         settings = replace(
             self.config.fit,
@@ -373,6 +390,8 @@ class _Recipe:
             evaluation_block=min(self.config.fit.evaluation_block, limit),
             bfloat16=self.config.fit.bfloat16 and self.bfloat16,
         )
+        if (kept := self.plan.get("fit")) is not None:
+            return self._begun(settings, kept)
         seconds = _step_seconds(
             network, self.target, Batches(train, cache, settings, self.vocabulary)
         )
@@ -384,6 +403,22 @@ class _Recipe:
         self._tell("fit", steps * seconds * 1.1, 3 * 4 * 4 * network.config.parameters)
         self.plan.put("fit", asdict(settings))
         return settings
+
+    def _begun(self, asked: FitConfig, kept: Mapping[str, Any]) -> FitConfig:
+        """The settings of the fit that was begun here, which must be those asked for now."""
+        begun = FitConfig(**{**kept, "widths": tuple(map(tuple, kept["widths"]))})
+        counted = () if self.config.minutes is None else ("steps", "evaluate_every")
+        other = [
+            f"{name} {getattr(begun, name)} (now {value})"
+            for name, value in asdict(asked).items()
+            if name not in counted and getattr(begun, name) != value
+        ]
+        if other:
+            raise ValueError(
+                f"the fit in {self.work} was begun with {', '.join(other)}. Give the same settings "
+                "to go on with it, or name another folder with --work."
+            )
+        return begun
 
     # --- what the stages share --------------------------------------------------------------
 
@@ -494,7 +529,7 @@ class _Recipe:
             for name in names:
                 value = getattr(part, name)
                 if value != getattr(usual, name):
-                    given[f"--{name.replace('_', '-')}"] = [_typed(value)]
+                    given[f"--{name.replace('_', '-')}"] = [typed(value)]
         words = [f"{flag} {value}" for flag, values in given.items() for value in values]
         return " \\\n    ".join(["dflash-lab train", *words])
 
@@ -533,10 +568,11 @@ class _Plan:
         os.replace(beside, self.path)
 
 
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
     """A setting as the command line takes it."""
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        parts = (part if isinstance(part, tuple) else (part,) for part in value)
+        return ",".join(":".join(map(str, part)) for part in parts)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
