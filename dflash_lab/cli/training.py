@@ -62,6 +62,10 @@ def train(
     ] = None,
     mask_token: Annotated[int | None, typer.Option(help="Id that stands for 'not known'.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    rows_a_step: Annotated[int | None, typer.Option(help="Answers that a step draws from.")] = None,
+    labels_a_step: Annotated[
+        int | None, typer.Option(help="Drafted tokens that a step learns from; more suit a GPU.")
+    ] = None,
     widths: Annotated[
         str | None, typer.Option(help="Block sizes of the steps and their shares, as 4:0.2,16:0.8.")
     ] = None,
@@ -88,6 +92,8 @@ def train(
 
     fit = given(
         steps=steps,
+        rows_a_step=rows_a_step,
+        labels_a_step=labels_a_step,
         widths=None if widths is None else width_shares(widths),
         learning_rate=learning_rate,
         optimizer=optimizer,

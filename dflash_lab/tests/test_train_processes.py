@@ -37,6 +37,7 @@ def config(target, out, work):
             steps=8,
             rows_a_step=4,
             labels_a_step=112,
+            learning_rate=6e-4,
             frequent=64,
             sampled=8,
             evaluate_every=4,

@@ -141,7 +141,7 @@ def test_another_targets_work_is_refused(settings, trained, qwen3_toy):
 @pytest.mark.slow
 def test_a_fit_that_was_begun_with_other_settings_is_refused_and_says_which(settings, trained):
     other = replace(settings, fit=replace(FIT, learning_rate=1e-3))
-    with pytest.raises(ValueError, match=r"begun with learning_rate 0\.0006 \(now 0\.001\)"):
+    with pytest.raises(ValueError, match=r"begun with learning_rate 0\.0015 \(now 0\.001\)"):
         train_draft(other, lambda line: None)
 
 

@@ -34,12 +34,13 @@ GAMMA_AT, GAMMA = (2, 8, 10, 16), (1.0, 4.0, 5.0, 7.0)  # published for 8, 10 an
 class FitConfig:
     """Settings of one fit; the defaults made the embedded draft."""
 
-    steps: int = 2400
-    rows_a_step: int = 8
-    labels_a_step: int = 1440  # sets the anchors a row, so that every width costs the same
-    widths: tuple[tuple[int, float], ...] = ((4, 0.2), (8, 0.4), (16, 0.4))  # width, share of steps
+    steps: int = 14_000
+    # Many small steps: for the same number of labels they brought more than few large ones.
+    rows_a_step: int = 4
+    labels_a_step: int = 360  # sets the anchors a row, so that every width costs the same
+    widths: tuple[tuple[int, float], ...] = ((4, 0.5), (8, 0.3), (16, 0.2))  # width, share of steps
     optimizer: str = "adamw"  # "muon": for the matrices, AdamW for the rest
-    learning_rate: float = 6e-4
+    learning_rate: float = 1.5e-3
     warm_up: float = 0.04
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -52,14 +53,15 @@ class FitConfig:
     bfloat16: bool = True  # the recipe takes it back where the device is slower with it
     seed: int = 0
     checkpoint_s: float = 45.0
-    evaluate_every: int = 300
+    evaluate_every: int = 0  # steps; 0 is ten times in the fit
     evaluation_block: int = 8
     patience: int = 4  # evaluations without a better held-out tau before the fit stops
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("weights", self.weights, WEIGHTS)
-        whole("steps", self.steps, 1, "")
+        for name in ("steps", "rows_a_step", "labels_a_step"):
+            whole(name, getattr(self, name), 1, "")
         number("learning_rate", self.learning_rate, "a number above 0", lambda rate: rate > 0)
         number("average", self.average, "a number from 0 and below 1", lambda decay: 0 <= decay < 1)
         number("soft", self.soft, "a number from 0 to 1", lambda share: 0 <= share <= 1)
@@ -290,11 +292,13 @@ class BlockLoss(nn.Module):
             features = batch["features"] if self.config.bfloat16 else batch["features"].float()
             context = self.network.context(features, positions)
             embedded = self.network.embed(self.target.embedding, tokens).to(features.dtype)
-            states = self.network(embedded, batch["anchors"], context, positions)[:, :, 1:]
-            head = self.target.head.weight[batch["vocabulary"]].to(states.dtype)
-            logits = self.network.logits(nn.functional.linear(states, head))
+            states = self.network(embedded, batch["anchors"], context, positions)
+            # Flat and contiguous: a product of the slice itself would be one for each block.
+            drafts = states[:, :, 1:].flatten(0, 2)
+            head = self.target.head.weight[batch["vocabulary"]].to(drafts.dtype)
+            logits = self.network.logits(nn.functional.linear(drafts, head))
         return block_loss(
-            logits.float().flatten(0, 1),
+            logits.float().view(seq * anchors, drafted, -1),
             batch["labels"].flatten(0, 1),
             batch["soft_ids"].flatten(0, 1),
             batch["soft"].flatten(0, 1),
@@ -495,10 +499,11 @@ def fit(
     accelerate) share every step and get one process's result, but for rounding.
     """
     run = Fit(folder, network, target, config)
+    every = config.evaluate_every or max(1, config.steps // 10)
     saved_at = time.monotonic()
     while not run.finished:
         run.step(batches[run.state.step])
-        due = run.state.step % config.evaluate_every == 0 or run.state.step == config.steps
+        due = run.state.step % every == 0 or run.state.step == config.steps
         if due:
             progress(run.evaluate(held_out))
         if due or time.monotonic() - saved_at > config.checkpoint_s:

@@ -91,7 +91,17 @@ SETTINGS = (
     "taps",
     "mask_token",
 )
-FIT_SETTINGS = ("steps", "widths", "learning_rate", "optimizer", "average", "weights", "soft")
+FIT_SETTINGS = (
+    "steps",
+    "rows_a_step",
+    "labels_a_step",
+    "widths",
+    "learning_rate",
+    "optimizer",
+    "average",
+    "weights",
+    "soft",
+)
 
 Say = Callable[[str], None]
 
@@ -398,7 +408,7 @@ class _Recipe:
         if self.config.minutes is not None:
             left = 60 * self.config.minutes * ENDS["fit"] - (time.monotonic() - self.began)
             steps = max(10, int(left / seconds / 1.1))  # a tenth for the evaluations
-            settings = replace(settings, steps=steps, evaluate_every=max(1, steps // 8))
+            settings = replace(settings, steps=steps)
         steps = settings.steps
         self._tell("fit", steps * seconds * 1.1, 3 * 4 * 4 * network.config.parameters)
         self.plan.put("fit", asdict(settings))
@@ -407,11 +417,11 @@ class _Recipe:
     def _begun(self, asked: FitConfig, kept: Mapping[str, Any]) -> FitConfig:
         """The settings of the fit that was begun here, which must be those asked for now."""
         begun = FitConfig(**{**kept, "widths": tuple(map(tuple, kept["widths"]))})
-        counted = () if self.config.minutes is None else ("steps", "evaluate_every")
         other = [
             f"{name} {getattr(begun, name)} (now {value})"
             for name, value in asdict(asked).items()
-            if name not in counted and getattr(begun, name) != value
+            if getattr(begun, name) != value
+            and (name != "steps" or self.config.minutes is None)  # time decides them otherwise
         ]
         if other:
             raise ValueError(

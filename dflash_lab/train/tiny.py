@@ -211,6 +211,9 @@ class TinyConfig:
     fit: FitConfig = field(
         default_factory=lambda: FitConfig(
             steps=240,
+            rows_a_step=8,
+            labels_a_step=1440,
+            widths=((4, 0.2), (8, 0.4), (16, 0.4)),
             optimizer="muon",
             learning_rate=1e-2,
             frequent=SIZE,
