@@ -63,8 +63,7 @@ class TorchAnchors:
         made: list[Proposals] = []
         for at, states in self._states(anchors, block_size, draft_window):
             many = max(1, _rows_at_once(self.head, self.budget) // (block_size - 1))
-            drafts = states[:, 1:].contiguous()  # the head on a slice is slower by several times
-            for rows, places in zip(drafts.split(many), at.split(many), strict=True):
+            for rows, places in zip(states[:, 1:].split(many), at.split(many), strict=True):
                 made += self._propose(rows, places)
         return made
 
@@ -136,7 +135,7 @@ class TorchAnchors:
 
     def _raw(self, states: Tensor) -> Tensor:
         """What the head says, looked at for numbers that are not finite, as the live draft is."""
-        raw = self.head(states)
+        raw = self.head(states.contiguous())  # a slice of blocks takes several times as long
         self.finite = self.finite and bool(torch.isfinite(raw.amax(-1)).all())
         return raw
 

@@ -32,7 +32,7 @@ GAMMA_AT, GAMMA = (2, 8, 10, 16), (1.0, 4.0, 5.0, 7.0)  # published for 8, 10 an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitConfig:
-    """Settings of one fit; the defaults made the embedded draft."""
+    """Settings of one fit; what the defaults were chosen by stands in results/README.md."""
 
     steps: int = 14_000
     # Many small steps: for the same number of labels they brought more than few large ones.
@@ -473,9 +473,16 @@ class Fit:
             self._best.unlink(missing_ok=True)
             return
         content = torch.load(path, weights_only=True, map_location=self.accelerator.device)
-        if content["config"] != asdict(self.config):
+        begun = content["config"]
+        other = [
+            f"{name} {begun.get(name)} (now {value})"
+            for name, value in asdict(self.config).items()
+            if begun.get(name) != value
+        ]
+        if other:
             raise ValueError(
-                f"{path} was made with other settings. Delete it or name another folder."
+                f"{path} was made with other settings: the fit was begun with {', '.join(other)}. "
+                "Give the same settings to go on with it, delete it, or name another folder."
             )
         self.network.load_state_dict(content["network"])
         self.average = content["average"]

@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -158,33 +158,21 @@ def train_draft(config: TrainConfig, say: Say = print) -> Path | None:
     that is not finite. Run it again to go on: at most a minute of work is lost.
     """
     state = PartialState(cpu=config.device == "cpu")
-    with _alone(config.work_folder if state.is_main_process else None):
+    with closing(Leases(cells=config.work_folder)) as leases:
         # With several processes the first prepares everything, and the others find it done.
         with state.main_process_first():
             recipe = _Recipe(config, say if state.is_main_process else lambda line: None)
+            # A second run would overwrite what the first wrote.
+            if state.is_main_process and not leases.take(config.work_folder):
+                raise RuntimeError(
+                    f"another run is at work in {config.work_folder}. Wait until it has ended, or "
+                    "name another folder with --work."
+                )
             prepared = recipe.prepare()
         if prepared is None:
             return None
         network, curve = recipe.fit(prepared)
         return recipe.write(prepared, network, curve) if state.is_main_process else Path(config.out)
-
-
-@contextmanager
-def _alone(work: Path | None) -> Iterator[None]:
-    """Keep a second run out of the work folder: each would overwrite what the other wrote."""
-    if work is None:
-        yield
-        return
-    leases = Leases(cells=work)
-    try:
-        if not leases.take(work):
-            raise RuntimeError(
-                f"another run is at work in {work}. Wait until it has ended, or name another "
-                "folder with --work."
-            )
-        yield
-    finally:
-        leases.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +207,10 @@ class _Recipe:
         )
         self.vocabulary = self.target.embedding.weight.shape[0]
         self.began = time.monotonic()
-        self.plan = _Plan(self.work, self._name())
 
     def prepare(self) -> _Prepared | None:
         """All stages before the fit, each of which is skipped where it is done."""
+        self.plan = _Plan(self.work, self._name())  # the work folder is ours by now
         prompts = self._prompts()
         if self.config.until == "prompts":
             return None
@@ -400,35 +388,18 @@ class _Recipe:
             evaluation_block=min(self.config.fit.evaluation_block, limit),
             bfloat16=self.config.fit.bfloat16 and self.bfloat16,
         )
-        if (kept := self.plan.get("fit")) is not None:
-            return self._begun(settings, kept)
+        if (steps := self.plan.get("steps")) is not None:  # time would now give another number
+            return settings if self.config.minutes is None else replace(settings, steps=steps)
         seconds = _step_seconds(
             network, self.target, Batches(train, cache, settings, self.vocabulary)
         )
         if self.config.minutes is not None:
             left = 60 * self.config.minutes * ENDS["fit"] - (time.monotonic() - self.began)
-            steps = max(10, int(left / seconds / 1.1))  # a tenth for the evaluations
-            settings = replace(settings, steps=steps)
-        steps = settings.steps
-        self._tell("fit", steps * seconds * 1.1, 3 * 4 * 4 * network.config.parameters)
-        self.plan.put("fit", asdict(settings))
+            # a tenth for the evaluations
+            settings = replace(settings, steps=max(10, int(left / seconds / 1.1)))
+        self._tell("fit", settings.steps * seconds * 1.1, 3 * 4 * 4 * network.config.parameters)
+        self.plan.put("steps", settings.steps)
         return settings
-
-    def _begun(self, asked: FitConfig, kept: Mapping[str, Any]) -> FitConfig:
-        """The settings of the fit that was begun here, which must be those asked for now."""
-        begun = FitConfig(**{**kept, "widths": tuple(map(tuple, kept["widths"]))})
-        other = [
-            f"{name} {getattr(begun, name)} (now {value})"
-            for name, value in asdict(asked).items()
-            if getattr(begun, name) != value
-            and (name != "steps" or self.config.minutes is None)  # time decides them otherwise
-        ]
-        if other:
-            raise ValueError(
-                f"the fit in {self.work} was begun with {', '.join(other)}. Give the same settings "
-                "to go on with it, or name another folder with --work."
-            )
-        return begun
 
     # --- what the stages share --------------------------------------------------------------
 
