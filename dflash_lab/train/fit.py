@@ -208,6 +208,7 @@ class Batches:
         for row in rows:
             counts += torch.bincount(torch.tensor(row.answer_ids), minlength=vocab)
         self.frequent = counts.topk(min(config.frequent, vocab)).indices
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])  # the one in hand, and its order
 
     def __len__(self) -> int:
         return len(self.rows) // self.config.rows_a_step
@@ -215,14 +216,19 @@ class Batches:
     def rows_of(self, step: int) -> list[int]:
         """Rows of a step: every row once an epoch, those of like length together."""
         epoch, place = divmod(step, len(self))
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self._order(epoch)
+        order = self._epoch[1]
+        return order[place % len(order)]
+
+    def _order(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.rows), generator=generator).tolist()
         size, pool = self.config.rows_a_step, []
         for at in range(0, len(order), size * 16):
             part = sorted(order[at : at + size * 16], key=lambda i: len(self.rows[i].answer_ids))
             pool += [part[i : i + size] for i in range(0, len(part) - size + 1, size)]
-        picks = torch.randperm(len(pool), generator=generator).tolist()
-        return pool[picks[place % len(pool)]]
+        return [pool[i] for i in torch.randperm(len(pool), generator=generator).tolist()]
 
     def __getitem__(self, step: int) -> dict[str, Tensor]:
         config = self.config
@@ -321,7 +327,11 @@ def optimizers(network: nn.Module, config: FitConfig) -> list[torch.optim.Optimi
     others = [p for p in network.parameters() if p.ndim != 2 or config.optimizer == "adamw"]
     made: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
-            others, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95)
+            others,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=(0.9, 0.95),
+            fused=True,  # one pass over the weights instead of ten: a tenth of a small step
         )
     ]
     if matrices:
@@ -351,7 +361,10 @@ class Fit:
         self.accelerator = Accelerator(cpu=target.device.type == "cpu")
         self.optimizers = optimizers(network, config)
         self.loss = self.accelerator.prepare_model(BlockLoss(network, target, config))
-        self.average = {name: value.clone() for name, value in network.state_dict().items()}
+        # Empty where nothing is averaged: the last weights are the average then.
+        self.average = {
+            name: value.clone() for name, value in network.state_dict().items() if config.average
+        }
         self.state = Progress()
         self._resume()
 
@@ -391,8 +404,9 @@ class Fit:
         # Early on the average follows closely: it would remember the random start for long.
         step = self.state.step
         decay = min(self.config.average, (1 + step) / (10 + step))
-        for name, value in self.network.state_dict().items():
-            self.average[name].lerp_(value, 1 - decay)
+        weights = self.network.state_dict()
+        for name, value in self.average.items():
+            value.lerp_(weights[name], 1 - decay)
 
     def _count(self, value: float, sums: LossSums) -> None:
         self.state.losses.append(value)
@@ -432,7 +446,7 @@ class Fit:
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         own = {name: value.clone() for name, value in self.network.state_dict().items()}
-        self.network.load_state_dict(self.average)
+        self.network.load_state_dict(self.average or own)
         try:
             yield
         finally:
