@@ -331,7 +331,7 @@ def optimizers(network: nn.Module, config: FitConfig) -> list[torch.optim.Optimi
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
             betas=(0.9, 0.95),
-            fused=True,  # one pass over the weights instead of ten: a tenth of a small step
+            fused=True,  # one pass over the weights instead of some ten
         )
     ]
     if matrices:
@@ -445,8 +445,11 @@ class Fit:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
+        if not self.average:
+            yield
+            return
         own = {name: value.clone() for name, value in self.network.state_dict().items()}
-        self.network.load_state_dict(self.average or own)
+        self.network.load_state_dict(self.average)
         try:
             yield
         finally:
