@@ -80,6 +80,9 @@ def train(
     soft: Annotated[
         float | None, typer.Option(help="Share of the loss against the target's likeliest tokens.")
     ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Steps between held-out taus; 0 is ten of them in the fit.")
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     until: Annotated[
@@ -100,6 +103,7 @@ def train(
         average=average,
         weights=weights,
         soft=soft,
+        evaluate_every=evaluate_every,
     )
     several = {"prompts": prompts, "rows": rows, "forbidden": forbidden, "evaluate": evaluate}
     settings = given(

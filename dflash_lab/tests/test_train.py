@@ -171,9 +171,11 @@ def test_cached_features_are_the_targets_and_likeliest_tokens_its_choices(stage)
     for index, row in enumerate(rows):
         features, likeliest, probabilities = cache.row(index)
         ids = torch.tensor([row.prompt_ids + row.answer_ids])
-        _, real = target.logits(ids, target.new_cache(), (1, 2))
+        logits, real = target.logits(ids, target.new_cache(), (1, 2))
         torch.testing.assert_close(features.float(), real[0], atol=0.05, rtol=0.02)
         first = len(row.prompt_ids) - 1
+        said = logits[0].softmax(-1).gather(-1, likeliest)[first:]
+        torch.testing.assert_close(probabilities[first:], said, atol=1e-3, rtol=1e-3)
         assert likeliest[first:-1, 0].tolist() == list(row.answer_ids)
         assert (probabilities[first:-1].diff() <= 0).all()
 

@@ -81,7 +81,8 @@ def test_curves_and_card_come_from_the_run(trained):
     row = taus[taus.block_size == 8]
     assert f"| {row.emitted.sum() / row.blocks.sum():.2f} [" in card
     assert "dflash-lab train" in card and facts["target"] in card
-    for setting in ("--written-prompts 12", "--layers 1", "--steps 6", "--framed-prompts 0"):
+    settings = "--written-prompts 12", "--framed-prompts 0", "--layers 1"
+    for setting in (*settings, "--steps 6", "--evaluate-every 3"):
         assert setting in card
     assert "--optimizer" not in card  # the usual one
 
@@ -181,7 +182,14 @@ def test_settings_are_checked():
         TrainConfig(target="t", out="d", block_size=1)
     with pytest.raises(ValueError, match="until is 'end'"):
         TrainConfig(target="t", out="d", until="end")
-    for wrong in ({"steps": 0}, {"learning_rate": float("nan")}, {"average": 1.0}, {"soft": 2.0}):
+    for wrong in (
+        {"steps": 0},
+        {"learning_rate": float("nan")},
+        {"average": 1.0},
+        {"soft": 2.0},
+        {"evaluate_every": -1},
+        {"patience": 0},  # would end the fit before its first step
+    ):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
             FitConfig(**wrong)
     with pytest.raises(ValueError, match="width is 1"):

@@ -113,9 +113,10 @@ def _fill(
         cache.features[start : start + length] = bits.numpy().view(np.uint16)
         first = len(row.prompt_ids) - 1  # the row that gives the answer's first token
         logits = target.next_logits(states[place, first:length]).float()
-        best = logits.softmax(-1).topk(LIKELIEST)
+        best = logits.topk(LIKELIEST)
+        likely = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
         cache.likeliest[start + first : start + length] = best.indices.cpu().numpy()
-        cache.probabilities[start + first : start + length] = best.values.cpu().numpy()
+        cache.probabilities[start + first : start + length] = likely.cpu().numpy()
 
 
 def _check_manifest(

@@ -60,8 +60,9 @@ class FitConfig:
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("weights", self.weights, WEIGHTS)
-        for name in ("steps", "rows_a_step", "labels_a_step"):
+        for name in ("steps", "rows_a_step", "labels_a_step", "patience"):
             whole(name, getattr(self, name), 1, "")
+        whole("evaluate_every", self.evaluate_every, 0, "It counts steps; 0 is ten in the fit.")
         number("learning_rate", self.learning_rate, "a number above 0", lambda rate: rate > 0)
         number("average", self.average, "a number from 0 and below 1", lambda decay: 0 <= decay < 1)
         number("soft", self.soft, "a number from 0 to 1", lambda share: 0 <= share <= 1)

@@ -101,6 +101,7 @@ FIT_SETTINGS = (
     "average",
     "weights",
     "soft",
+    "evaluate_every",
 )
 
 Say = Callable[[str], None]
