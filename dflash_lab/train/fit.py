@@ -302,7 +302,9 @@ class BlockLoss(nn.Module):
             states = self.network(embedded, batch["anchors"], context, positions)
             # Flat and contiguous: a product of the slice itself would be one for each block.
             drafts = states[:, :, 1:].flatten(0, 2)
-            head = self.target.head.weight[batch["vocabulary"]].to(drafts.dtype)
+            head = self.target.head.weight[batch["vocabulary"]]
+            if not self.config.bfloat16:  # else there and back again: a tenth of a step
+                head = head.to(drafts.dtype)
             logits = self.network.logits(nn.functional.linear(drafts, head))
         return block_loss(
             logits.float().view(seq * anchors, drafted, -1),
