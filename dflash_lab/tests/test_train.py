@@ -1,6 +1,7 @@
 """Training: rows, loss, batches, and a fit that resumes to the same weights."""
 
 import json
+from collections import namedtuple
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.checkpoint import parse_draft_config
 from dflash_lab.tests.toys import draft_json
-from dflash_lab.train.features import cache_features
+from dflash_lab.train.features import cache_features, missing_of_cache
 from dflash_lab.train.fit import (
     IGNORED,
     Batches,
@@ -194,9 +195,28 @@ def test_features_resume_and_refuse_other_rows(stage, tmp_path, monkeypatch):
         cache_features(tmp_path, rows[:2], target, (1, 2))
 
 
-def test_too_small_a_disk_is_told_before_anything_is_written(stage, tmp_path, monkeypatch):
-    from collections import namedtuple
+def test_what_lies_in_the_cache_needs_no_room_and_no_time_again(stage, tmp_path, monkeypatch):
+    target, rows, whole = stage
+    lengths = sorted(len(row.prompt_ids) + len(row.answer_ids) for row in rows)
+    fused = 2 * target.hidden_size
+    positions, size = missing_of_cache(tmp_path, rows, fused)
+    assert positions == sum(lengths)
+    assert size == sum(part.nbytes for part in (whole.features, whole.likeliest)) + (
+        whole.probabilities.nbytes
+    )
+    cache_features(tmp_path, rows, target, (1, 2), tokens_at_once=1)
+    assert missing_of_cache(tmp_path, rows, fused) == (0, 0)
+    (tmp_path / "done.json").write_text(str(len(rows) - 1))
+    assert missing_of_cache(tmp_path, rows, fused)[0] == lengths[-1]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 10, 0))
+    with pytest.raises(OSError, match="Use fewer rows"):
+        cache_features(tmp_path, rows, target, (1, 2))
+    (tmp_path / "done.json").write_text(str(len(rows)))
+    cache_features(tmp_path, rows, target, (1, 2))
 
+
+def test_too_small_a_disk_is_told_before_anything_is_written(stage, tmp_path, monkeypatch):
     target, rows, _ = stage
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 10, 0))

@@ -20,6 +20,7 @@ from dflash_lab.train.rows import Row
 LIKELIEST = 16  # the target's top probabilities kept for soft labels
 # Of a pass. On a CPU more of them leave its cache: 12,000 took 1.4 times as long a token as 1,024.
 TOKENS_AT_ONCE, TOKENS_AT_ONCE_CPU = 6000, 1200
+DONE = "done.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,15 @@ class FeatureCache:
         )
 
 
-def cached_bytes(rows: Sequence[Row], fused: int) -> int:
-    """Bytes that the cache of these rows takes on disk."""
-    positions = sum(len(row.prompt_ids) + len(row.answer_ids) for row in rows)
-    return positions * (2 * fused + LIKELIEST * 6)
+def missing_of_cache(folder: Path, rows: Sequence[Row], fused: int) -> tuple[int, int]:
+    """Positions that are to be computed yet, and bytes that the cache in `folder` will still take.
+
+    The files have their whole length from the start; what is not written yet takes no room.
+    """
+    lengths = sorted(len(row.prompt_ids) + len(row.answer_ids) for row in rows)
+    whole = sum(lengths) * (2 * fused + LIKELIEST * 6)
+    there = sum(path.stat().st_blocks * 512 for path in folder.glob("*.bin"))
+    return sum(lengths[_rows_done(folder) :]), max(0, whole - there)
 
 
 def cache_features(
@@ -58,16 +64,16 @@ def cache_features(
 ) -> FeatureCache:
     """Compute what is missing of the cache in `folder`; raises OSError where the disk is too small.
 
-    A progress file names the rows done, so a killed run goes on where it stopped; a folder made for
-    other rows, another target or other taps is refused.
+    A progress file counts the rows done, the shortest first, so a killed run goes on where it
+    stopped; a folder made for other rows, another target or other taps is refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in rows]
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     fused = len(taps) * target.hidden_size
     _check_manifest(folder, rows, target, taps)
-    need = cached_bytes(rows, fused)
-    if not (folder / "features.bin").exists() and shutil.disk_usage(folder).free < need + (1 << 29):
+    positions, need = missing_of_cache(folder, rows, fused)
+    if positions and shutil.disk_usage(folder).free < need + (1 << 29):
         raise OSError(
             f"the features of {len(rows)} rows take {need / 1e9:.1f} GB and {folder} has "
             f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free. Use fewer rows or another folder."
@@ -79,8 +85,7 @@ def cache_features(
         probabilities=_open(folder / "probabilities.bin", np.float16, (total, LIKELIEST)),
         offsets=offsets,
     )
-    done_file = folder / "done.json"
-    done = json.loads(done_file.read_text()) if done_file.exists() else 0
+    done = _rows_done(folder)
     order = sorted(range(len(rows)), key=lambda i: lengths[i])
     if tokens_at_once is None:
         tokens_at_once = TOKENS_AT_ONCE_CPU if target.device.type == "cpu" else TOKENS_AT_ONCE
@@ -93,9 +98,14 @@ def cache_features(
             batch.append(following)
         _fill(cache, [(i, rows[i]) for i in batch], target, taps)
         done += len(batch)
-        _replace(done_file, json.dumps(done))
+        _replace(folder / DONE, json.dumps(done))
         progress(f"features of {done} of {len(rows)} rows")
     return cache
+
+
+def _rows_done(folder: Path) -> int:
+    path = folder / DONE
+    return json.loads(path.read_text()) if path.exists() else 0
 
 
 @torch.inference_mode()

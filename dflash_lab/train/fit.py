@@ -527,6 +527,8 @@ def fit(
     """
     run = Fit(folder, network, target, config)
     every = config.evaluate_every or max(1, config.steps // 10)
+    if run.state.step and not run.finished:
+        progress(f"going on from step {run.state.step} of {config.steps}")
     saved_at = time.monotonic()
     while not run.finished:
         run.step(batches[run.state.step])

@@ -39,7 +39,7 @@ from dflash_lab.train.export import (
     write_draft,
     write_manifest,
 )
-from dflash_lab.train.features import FeatureCache, cache_features, cached_bytes
+from dflash_lab.train.features import FeatureCache, cache_features, missing_of_cache
 from dflash_lab.train.fit import (
     Batches,
     BlockLoss,
@@ -372,10 +372,14 @@ class _Recipe:
 
     def _features(self, rows: Sequence[Row], taps: Sequence[int]) -> FeatureCache:
         """The target's features of all rows, on disk."""
+        folder = self.work / "features"
         fused = len(taps) * self.target.hidden_size
-        positions = sum(len(row.prompt_ids) + len(row.answer_ids) for row in rows)
-        self._tell("features", positions / self._reading_speed(), cached_bytes(rows, fused))
-        return cache_features(self.work / "features", rows, self.target, taps, self._now_and_then())
+        positions, size = missing_of_cache(folder, rows, fused)
+        if positions:
+            self._tell("features", positions / self._reading_speed(), size)
+        else:
+            self.say("features: done before")
+        return cache_features(folder, rows, self.target, taps, self._now_and_then())
 
     def _settings(
         self, network: DraftNetwork, train: Sequence[Row], cache: FeatureCache
