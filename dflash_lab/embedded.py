@@ -38,7 +38,6 @@ class EmbeddedTarget:
     layers: int
     context: int  # positions, prompt and output together
     eos_token: int  # <|im_end|>
-    mask_token: int  # <jupyter_script>, a real token that a chat hardly ever holds
 
 
 SMOLLM2 = EmbeddedTarget(
@@ -51,7 +50,6 @@ SMOLLM2 = EmbeddedTarget(
     layers=30,
     context=8192,
     eos_token=2,
-    mask_token=15,
 )
 
 MANIFEST = "manifest.json"
