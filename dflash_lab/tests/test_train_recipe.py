@@ -1,6 +1,7 @@
 """The whole recipe on a toy target: stages, budget, resuming, the card, and what it refuses."""
 
 import json
+import shutil
 from collections import namedtuple
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from dflash_lab.cli.settings import width_shares
 from dflash_lab.lease import Leases
 from dflash_lab.load import ModelUnavailable, load_pair
 from dflash_lab.tests.toys import byte_tokenizer
-from dflash_lab.train.export import pick_mask_token, pick_taps
+from dflash_lab.train.evaluate import tau_table
+from dflash_lab.train.export import card, pick_mask_token, pick_taps
 from dflash_lab.train.fit import FitConfig
 from dflash_lab.train.recipe import TrainConfig, train_draft, typed
+from dflash_lab.train.rows import RowCounts
 
 FIT = FitConfig(steps=6, rows_a_step=2, labels_a_step=56, frequent=40, sampled=8, evaluate_every=3)
 
@@ -85,6 +88,8 @@ def test_curves_and_card_come_from_the_run(trained):
     for setting in (*settings, "--steps 6", "--evaluate-every 3"):
         assert setting in card
     assert "--optimizer" not in card  # the usual one
+    assert "--evaluate questions.jsonl" in card
+    assert str(folder.parent) not in card + (folder / "training.json").read_text()
 
 
 @pytest.mark.slow
@@ -123,6 +128,32 @@ def test_a_row_without_a_question_names_file_and_row(settings, tmp_path):
     odd.write_text('{"prompt": "What?"}\n{"answer": "x"}\n')
     with pytest.raises(ValueError, match=r"odd\.jsonl, row 2: none of the columns"):
         train_draft(replace(settings, out=str(tmp_path / "d"), prompts=(str(odd),)))
+
+
+def test_prompts_to_evaluate_on_need_a_tokenizer_and_this_is_told_at_once(settings, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(settings.target, bare, ignore=shutil.ignore_patterns("*token*"))
+    config = replace(settings, target=str(bare), out=str(tmp_path / "d"), prompts=())
+    with pytest.raises(ValueError, match="bare has no tokenizer"):
+        train_draft(config)
+    assert not config.work_folder.exists()
+
+
+def test_a_set_whose_answers_all_loop_has_a_card_all_the_same():
+    counts = {"block_size": 8, "blocks": 50, "emitted": 95}
+    taus = tau_table(
+        pd.DataFrame(
+            [
+                {"prompt": 0, "looped": True, "dataset": "all", **counts},
+                {"prompt": 0, "looped": True, "dataset": "some", **counts},
+                {"prompt": 1, "looped": False, "dataset": "some", **counts},
+            ]
+        )
+    )
+    facts = {"target": "t", "layers": 1, "block_size": 8, "parameters": 1, "taps": [1]}
+    text = card(facts | {"mask_token": 2, "held_out": 1, "fit": {}}, RowCounts(), taus, "command")
+    assert "| all (1) | 8 | 1.90 (one prompt, no interval) | none |" in text
+    assert "| some (2) | 8 | 1.90 [1.90, 1.90] | 1.90 (one prompt, no interval) (1) |" in text
 
 
 def test_too_little_disk_is_told_before_anything_is_written(settings, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,8 @@ def _tau_lines(taus: pd.DataFrame) -> list[str]:
     ]
     free = taus[taus.loop_free].set_index(["dataset", "block_size"])
     for row in taus[~taus.loop_free].itertuples():
-        other = free.loc[(row.dataset, row.block_size)] if len(free) else None
+        place = (row.dataset, row.block_size)
+        other = free.loc[place] if place in free.index else None  # every answer may be a loop
         lines.append(
             f"| {row.dataset} ({row.prompts}) | {row.block_size} | {_interval(row)} | "
             f"{'none' if other is None else f'{_interval(other)} ({int(other.prompts)})'} |"
@@ -173,4 +175,6 @@ def _tau_lines(taus: pd.DataFrame) -> list[str]:
 
 
 def _interval(row: Any) -> str:
+    if math.isnan(row.low):
+        return f"{row.tau:.2f} (one prompt, no interval)"
     return f"{row.tau:.2f} [{row.low:.2f}, {row.high:.2f}]"

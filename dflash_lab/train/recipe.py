@@ -30,6 +30,7 @@ from dflash_lab.doctor import write_reference
 from dflash_lab.lease import Leases
 from dflash_lab.load import find_target, load_pair, load_tokenizer, target_fingerprint
 from dflash_lab.prompts import DATA
+from dflash_lab.provenance import short_name
 from dflash_lab.train.evaluate import evaluate, question, questions, tau_table
 from dflash_lab.train.export import (
     card,
@@ -198,6 +199,8 @@ class _Recipe:
         self.folder, self.tokenizer = folder, load_tokenizer(folder)
         self.sources = [(name, _read_prompts(name)) for name in config.prompts]
         self.closed = [*_bundled_texts(), *_texts_of(config.forbidden), *_texts_of(config.evaluate)]
+        if config.evaluate and self.tokenizer is None:
+            raise self._no_tokenizer()
         device = pick_device(config.device)
         self.bfloat16 = fast_bfloat16(device)
         wanted = "bfloat16" if config.dtype == "auto" and self.bfloat16 else config.dtype
@@ -261,7 +264,7 @@ class _Recipe:
         out = Path(self.config.out)
         write_draft(out, network, prepared.raw)
         taus = None
-        if self.config.evaluate and self.tokenizer is not None:
+        if self.config.evaluate:
             wide = load_target(self.folder, torch.float32, self.target.device)
             network.float()
             files = [Path(name) for name in self.config.evaluate]
@@ -410,11 +413,14 @@ class _Recipe:
 
     def _ids(self, text: str) -> tuple[int, ...]:
         if self.tokenizer is None:
-            raise ValueError(
-                f"the target in {self.folder} has no tokenizer, so prompts given as text cannot be "
-                "used. Add its tokenizer files."
-            )
+            raise self._no_tokenizer()
         return prompt_ids(self.tokenizer, text)
+
+    def _no_tokenizer(self) -> ValueError:
+        return ValueError(
+            f"the target in {self.folder} has no tokenizer, so prompts given as text cannot be "
+            "used. Add its tokenizer files."
+        )
 
     def _name(self) -> str:
         return target_fingerprint(self.folder)[:16]
@@ -489,7 +495,7 @@ class _Recipe:
 
     def _facts(self, prepared: _Prepared) -> dict[str, Any]:
         return {
-            "target": self.config.target,
+            "target": short_name(self.config.target),
             "target_fingerprint": target_fingerprint(self.folder),
             "license": _license(self.folder),
             "layers": self.config.layers,
@@ -502,6 +508,7 @@ class _Recipe:
         }
 
     def _command(self) -> str:
+        """The command for the card, which may go elsewhere: files without their folders."""
         given = {
             "--target": [self.config.target],
             "--prompts": self.config.prompts,
@@ -516,7 +523,9 @@ class _Recipe:
                 value = getattr(part, name)
                 if value != getattr(usual, name):
                     given[f"--{name.replace('_', '-')}"] = [typed(value)]
-        words = [f"{flag} {value}" for flag, values in given.items() for value in values]
+        words = [
+            f"{flag} {short_name(value)}" for flag, values in given.items() for value in values
+        ]
         return " \\\n    ".join(["dflash-lab train", *words])
 
 
