@@ -90,7 +90,9 @@ def test_the_manifest_holds_the_answers_that_were_given_to_the_recipe():
     bundled = Path(dl.prompts.DATA) / "prompts" / "mini.jsonl"
     forbidden = [t for path in (*samples, bundled) for t in texts_of(path) if isinstance(t, str)]
     tokenizer = dl.load_pair("smollm2").tokenizer
-    rows = imported_rows(Path(DATASETS) / "smollm2-selfgen" / "greedy-256.jsonl.gz", tokenizer)
+    rows = imported_rows(
+        Path(DATASETS) / "smollm2-selfgen" / "greedy-256.jsonl.gz", tokenizer, 49152
+    )
     _, counts = usable(rows, tokenizer, forbidden)
     assert len(counts.ngrams) > 90_000
     assert counts.ngrams < manifest()  # the others are of prompts from the run itself

@@ -128,7 +128,7 @@ def test_rows_are_cut_dropped_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     forbidden = [closed, " ".join(f"w{n}" for n in range(55, 68))]
-    kept, counts = usable(imported_rows(path, WordTokenizer()), WordTokenizer(), forbidden)
+    kept, counts = usable(imported_rows(path, WordTokenizer(), 512), WordTokenizer(), forbidden)
     assert [row.prompt for row in kept] == ["one", "loop"]
     assert (counts.read, counts.used, counts.duplicates) == (6, 2, 1)
     assert (counts.too_short, counts.loops_cut, counts.overlapping) == (1, 1, 2)

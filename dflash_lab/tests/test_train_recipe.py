@@ -130,6 +130,77 @@ def test_a_row_without_a_question_names_file_and_row(settings, tmp_path):
         train_draft(replace(settings, out=str(tmp_path / "d"), prompts=(str(odd),)))
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "told"),
+    [
+        ("taps", (4,), r"taps is \(4,\); expected different layers of the target, 0 to 3"),
+        ("taps", (), r"taps is \(\); expected different layers"),
+        ("taps", (1, 1), r"taps is \(1, 1\); expected different layers"),
+        ("mask_token", 512, "mask_token is 512; expected a token of the target, 0 to 511"),
+        ("max_new_tokens", 1024, "max_new_tokens is 1024; expected fewer than the target's con"),
+    ],
+)
+def test_what_the_target_cannot_have_is_told_before_the_first_stage(
+    settings, tmp_path, setting, value, told
+):
+    config = replace(settings, out=str(tmp_path / "d"), **{setting: value})
+    with pytest.raises(ValueError, match=told):
+        train_draft(config)
+    assert not config.work_folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", r"rows\.jsonl holds no rows"),
+        ("no json\n", r"rows\.jsonl, line 1: expected one JSON object a line"),
+        ("\n[1, 2]\n", r"rows\.jsonl, line 2: expected one JSON object a line"),
+        ('{"prompt": "x"}\n', r"rows\.jsonl, row 1: expected `prompt`"),
+        ('{"prompt": "x", "response_ids": [1, 512]}\n', "512 is no token of this target"),
+        ('{"prompt": "x", "response_ids": [1.5]}\n', r"1\.5 is no token of this target"),
+    ],
+)
+def test_rows_that_are_none_are_told_before_the_first_stage(settings, tmp_path, text, told):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(text)
+    config = replace(settings, out=str(tmp_path / "d"), rows=(str(rows),))
+    with pytest.raises(ValueError, match=told):
+        train_draft(config)
+    assert not config.work_folder.exists()
+
+
+def test_an_evaluation_file_without_questions_is_told_before_the_first_stage(settings, tmp_path):
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"answer": "x"}\n')
+    config = replace(settings, out=str(tmp_path / "d"), evaluate=(str(odd),))
+    with pytest.raises(ValueError, match=r"odd\.jsonl, row 1: none of the columns"):
+        train_draft(config)
+    assert not config.work_folder.exists()
+
+
+def test_another_draft_is_not_written_over(settings, tmp_path):
+    out = tmp_path / "d"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"somebody's")
+    config = replace(settings, out=str(out), work=str(tmp_path / "work"), until="prompts")
+    with pytest.raises(FileExistsError, match=r"d holds a draft that was not made from .*work"):
+        train_draft(config, lambda line: None)
+    assert (out / "model.safetensors").read_bytes() == b"somebody's"
+    with pytest.raises(ValueError, match="which is a file"):
+        replace(settings, out=str(out / "model.safetensors"))
+
+
+def test_prompts_longer_than_the_context_are_left_out_and_counted(settings, tmp_path):
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "short"}\n' + json.dumps({"prompt": "x" * 1000}) + "\n")
+    own = {"prompts": (str(long),), "written_prompts": 0, "until": "prompts"}
+    lines = []
+    train_draft(replace(settings, out=str(tmp_path / "d"), **own), lines.append)
+    assert [line for line in lines if "left out" in line] == [
+        "1 of them left out: with 40 new tokens they are longer than the target's context of 1024"
+    ]
+
+
 def test_prompts_to_evaluate_on_need_a_tokenizer_and_this_is_told_at_once(settings, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(settings.target, bare, ignore=shutil.ignore_patterns("*token*"))
@@ -209,6 +280,10 @@ def test_the_mask_is_a_token_that_no_row_holds():
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="minutes is 0"):
         TrainConfig(target="t", out="d", minutes=0.0)
+    with pytest.raises(ValueError, match="minutes is inf"):
+        TrainConfig(target="t", out="d", minutes=float("inf"))
+    with pytest.raises(ValueError, match="temperature is nan"):
+        TrainConfig(target="t", out="d", temperature=float("nan"))
     with pytest.raises(ValueError, match="block_size is 1"):
         TrainConfig(target="t", out="d", block_size=1)
     with pytest.raises(ValueError, match="until is 'end'"):

@@ -25,7 +25,7 @@ from dflash_lab.backends.torch_session import (
 )
 from dflash_lab.backends.torch_target import TorchTarget, load_target
 from dflash_lab.checkpoint import parse_draft_config
-from dflash_lab.config import one_of, whole
+from dflash_lab.config import number, one_of, whole
 from dflash_lab.doctor import write_reference
 from dflash_lab.lease import Leases
 from dflash_lab.load import find_target, load_pair, load_tokenizer, target_fingerprint
@@ -143,8 +143,11 @@ class TrainConfig:
             whole(name, getattr(self, name), 1, "")
         whole("block_size", self.block_size, 2, "It counts the anchor, so 2 drafts one token.")
         one_of("until", self.until, STAGES)
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"minutes is {self.minutes}; expected a number above 0.")
+        number("temperature", self.temperature, "a number from 0", lambda value: value >= 0)
+        if self.minutes is not None:
+            number("minutes", self.minutes, "a number above 0", lambda value: value > 0)
+        if Path(self.out).exists() and not Path(self.out).is_dir():
+            raise ValueError(f"out is {self.out}, which is a file; expected a folder.")
 
     @property
     def work_folder(self) -> Path:
@@ -201,6 +204,8 @@ class _Recipe:
         self.closed = [*_bundled_texts(), *_texts_of(config.forbidden), *_texts_of(config.evaluate)]
         if config.evaluate and self.tokenizer is None:
             raise self._no_tokenizer()
+        for name in config.evaluate:
+            questions(Path(name))
         device = pick_device(config.device)
         self.bfloat16 = fast_bfloat16(device)
         wanted = "bfloat16" if config.dtype == "auto" and self.bfloat16 else config.dtype
@@ -210,11 +215,39 @@ class _Recipe:
             {self.tokenizer.eos_token_id} - {None} if self.tokenizer is not None else frozenset()
         )
         self.vocabulary = self.target.embedding.weight.shape[0]
+        self._check_draft()
+        self.given = [
+            row
+            for name in config.rows
+            for row in imported_rows(Path(name), self.tokenizer, self.vocabulary)
+        ]
         self.began = time.monotonic()
+
+    def _check_draft(self) -> None:
+        """What the draft's form asks of this target; the stages that use it come hours later."""
+        taps, mask, layers = self.config.taps, self.config.mask_token, len(self.target.layers)
+        if taps is not None and not (
+            0 < len(set(taps)) == len(taps) and set(taps) <= set(range(layers))
+        ):
+            raise ValueError(
+                f"taps is {taps}; expected different layers of the target, 0 to {layers - 1}."
+            )
+        if mask is not None and mask not in range(self.vocabulary):
+            raise ValueError(
+                f"mask_token is {mask!r}; expected a token of the target, 0 to "
+                f"{self.vocabulary - 1}."
+            )
+        longest, context = self.config.max_new_tokens, self.target.context_limit
+        if longest >= context:
+            raise ValueError(
+                f"max_new_tokens is {longest}; expected fewer than the target's context of "
+                f"{context} tokens, which holds the prompt too."
+            )
 
     def prepare(self) -> _Prepared | None:
         """All stages before the fit, each of which is skipped where it is done."""
         self.plan = _Plan(self.work, self._name())  # the work folder is ours by now
+        self._spare_other_drafts()
         prompts = self._prompts()
         if self.config.until == "prompts":
             return None
@@ -262,6 +295,7 @@ class _Recipe:
     ) -> Path:
         """The draft's folder: weights, configuration, curve, evaluation, card."""
         out = Path(self.config.out)
+        self.plan.put("written", [*self._written_before(), str(out.resolve())])
         write_draft(out, network, prepared.raw)
         taus = None
         if self.config.evaluate:
@@ -277,6 +311,19 @@ class _Recipe:
         self._reference(out)
         self.say(f"draft: {out}")
         return out
+
+    def _written_before(self) -> list[str]:
+        return self.plan.get("written") or []
+
+    def _spare_other_drafts(self) -> None:
+        out = Path(self.config.out)
+        if (out / "model.safetensors").exists() and str(out.resolve()) not in (
+            self._written_before()
+        ):
+            raise FileExistsError(
+                f"{out} holds a draft that was not made from {self.work}. Name another folder "
+                "with --out, or take that draft away."
+            )
 
     def _reference(self, out: Path) -> None:
         """What the doctor later goes by, where the bundled prompts can be asked."""
@@ -305,7 +352,14 @@ class _Recipe:
         own.sort(key=lambda prompt: named_by(prompt.ids))
         made = list(without_repeats([*given, *own]))
         self.say(f"{len(made)} different prompts, {len(given)} of them from files")
-        return made
+        room = self.target.context_limit - self.config.max_new_tokens
+        short = [prompt for prompt in made if len(prompt.ids) <= room]
+        if len(short) < len(made):
+            self.say(
+                f"{len(made) - len(short)} of them left out: with {self.config.max_new_tokens} new "
+                f"tokens they are longer than the target's context of {self.target.context_limit}"
+            )
+        return short
 
     def _written(self) -> list[TrainingPrompt]:
         """Prompts that the target writes after short openings."""
@@ -363,8 +417,7 @@ class _Recipe:
         return rows, counts
 
     def _all_rows(self, prompts: Sequence[TrainingPrompt]) -> Iterator[Row]:
-        for name in self.config.rows:
-            yield from imported_rows(Path(name), self.tokenizer)
+        yield from self.given
         if self.config.answer_tokens:
             said = {prompt.ids: prompt.text for prompt in prompts}
             for text in sorted(read_shards(self._answer_shards().folder), key=lambda t: t.index):

@@ -64,22 +64,44 @@ def loop_start(ids: Sequence[int]) -> int | None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file, gzipped or not."""
+    """The objects of a JSONL file, gzipped or not; ValueError names the first line that is none."""
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.strip())
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"found {type(row).__name__}")
+                    yield row
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{path}, line {max(1, number)}: expected one JSON object a line ({error})."
+        ) from error
 
 
-def imported_rows(path: Path, tokenizer: Any) -> Iterator[Row]:
+def imported_rows(path: Path, tokenizer: Any, vocabulary: int) -> Iterator[Row]:
     """Rows of a JSONL file with `prompt` and `response_ids`, as the target answered elsewhere."""
+    number = 0
     for number, raw in enumerate(read_jsonl(path), start=1):
-        try:
-            prompt, answer = raw["prompt"], tuple(raw["response_ids"])
-        except (KeyError, TypeError) as error:
+        prompt, answer = raw.get("prompt"), raw.get("response_ids")
+        if not isinstance(prompt, str) or not isinstance(answer, list):
             raise ValueError(
                 f"{path}, row {number}: expected `prompt` (text) and `response_ids` (token ids)."
-            ) from error
-        yield Row(prompt=prompt, prompt_ids=prompt_ids(tokenizer, prompt), answer_ids=answer)
+            )
+        wrong = [
+            token for token in answer if type(token) is not int or token not in range(vocabulary)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{path}, row {number}: {wrong[0]!r} is no token of this target, whose ids go from "
+                f"0 to {vocabulary - 1}. The answers must be this target's own."
+            )
+        yield Row(prompt=prompt, prompt_ids=prompt_ids(tokenizer, prompt), answer_ids=tuple(answer))
+    if not number:
+        raise ValueError(f"{path} holds no rows.")
 
 
 def usable(
