@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import operator
 import re
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dflash_lab.backends import Models, open_backend
 from dflash_lab.checkpoint import CheckpointError, DraftConfig, draft_fingerprint, read_draft_config
@@ -25,6 +26,7 @@ EMBEDDED = {
 }
 TARGETS = {"tiny": DATA / "tiny_pair" / "target"}
 FINGERPRINTED = ("*.json", "*.safetensors", "*.bin", "*.jinja")
+WRITTEN_BY = re.compile(rb'"transformers_version":\s*"[^"]*",?\s*')
 
 Message = Mapping[str, str]
 PromptLike = str | Sequence[Message] | Sequence[int]
@@ -361,9 +363,19 @@ def target_fingerprint(folder: Path) -> str:
     for path in sorted(p for pattern in FINGERPRINTED for p in folder.glob(pattern)):
         if path.name != MANIFEST:  # dates and versions of the making, not of the model
             with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+                content = hashlib.file_digest(_without_version(file), "sha256").hexdigest()
             digest.update(f"{path.name} {content}\n".encode())
     return digest.hexdigest()
+
+
+def _without_version(file: BinaryIO) -> BinaryIO:
+    """A configuration less the version of the library that wrote it; any other file as it is.
+
+    The same weights saved by another version of transformers are the same target.
+    """
+    if not Path(file.name).name.endswith("config.json"):
+        return file
+    return io.BytesIO(WRITTEN_BY.sub(b"", file.read()))
 
 
 def _sha(text: str) -> str:

@@ -1,6 +1,7 @@
 """Pairs by name, folder and hub id; prompts to ids; ids to text."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -91,8 +92,17 @@ def test_a_folder_may_bear_any_name(qwen3_toy, tmp_path):
 
 def test_fingerprints_tell_checkpoints_apart_and_copies_not(qwen3_toy, untied_toy, tmp_path):
     copy = shutil.copytree(qwen3_toy.target, tmp_path / "copy")
+    written = (copy / "config.json").read_text()
     (copy / "manifest.json").write_text('{"made": "another day"}')
     assert target_fingerprint(copy) == target_fingerprint(qwen3_toy.target)
+    for other in ('"5.1.0"', '"6.0.0.dev0"'):  # another version of the library wrote it
+        text = re.sub(r'(?<="transformers_version": )"[^"]+"', other, written)
+        assert text != written
+        (copy / "config.json").write_text(text)
+        assert target_fingerprint(copy) == target_fingerprint(qwen3_toy.target)
+    (copy / "config.json").write_text(written.replace('"vocab_size": ', '"vocab_size": 1'))
+    assert target_fingerprint(copy) != target_fingerprint(qwen3_toy.target)
+    (copy / "config.json").write_text(written)
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-1] ^= 1  # the last byte of the last tensor
     (copy / "model.safetensors").write_bytes(weights)
