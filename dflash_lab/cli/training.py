@@ -53,6 +53,13 @@ def train(
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of the answers; 0 is greedy.")] = None,
     slots: Annotated[int | None, typer.Option(help="Texts written at once.")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(help="Prompts kept out of the fit, to measure it by.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft to go on from, folder or hub id; else the target's last layers."),
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the draft.")] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Largest block, the anchor included.")
@@ -115,6 +122,8 @@ def train(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         slots=slots,
+        held_out=held_out,
+        draft=draft,
         layers=layers,
         block_size=block_size,
         taps=None if taps is None else whole_numbers("taps", taps),

@@ -7,16 +7,28 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+import torch
+from safetensors.torch import load_file
+from typer.main import get_command
 
+from dflash_lab.checkpoint import (
+    CheckpointError,
+    UnsupportedDraft,
+    WidthMismatch,
+    draft_fingerprint,
+)
+from dflash_lab.cli.flags import app
 from dflash_lab.cli.settings import width_shares
 from dflash_lab.lease import Leases
 from dflash_lab.load import ModelUnavailable, load_pair
-from dflash_lab.tests.toys import byte_tokenizer
+from dflash_lab.tests.drafts import TWO
+from dflash_lab.tests.toys import byte_tokenizer, draft_json, save_draft
+from dflash_lab.tests.variants import SELECTS
 from dflash_lab.train.evaluate import tau_table
-from dflash_lab.train.export import card, pick_mask_token, pick_taps
+from dflash_lab.train.export import card, pick_mask_token, pick_taps, read_ngrams, write_manifest
 from dflash_lab.train.fit import FitConfig
-from dflash_lab.train.recipe import TrainConfig, train_draft, typed
-from dflash_lab.train.rows import RowCounts
+from dflash_lab.train.recipe import FIT_SETTINGS, SETTINGS, TrainConfig, train_draft, typed
+from dflash_lab.train.rows import RowCounts, ngram_hashes
 
 FIT = FitConfig(steps=6, rows_a_step=2, labels_a_step=56, frequent=40, sampled=8, evaluate_every=3)
 
@@ -101,6 +113,80 @@ def test_a_second_run_repeats_nothing_and_gives_the_same_weights(trained, settin
     assert {"prompts: done before", "answers: done before", "features: done before"} <= set(lines)
     first, second = (f / "model.safetensors" for f in (folder, tmp_path / "draft"))
     assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_fit_goes_on_from_a_draft_in_its_own_form(trained, settings, tmp_path):
+    before, _ = trained
+    shutil.copytree(f"{settings.out}.work", tmp_path / "work")
+    shutil.rmtree(tmp_path / "work" / "fit")
+    (tmp_path / "work" / "plan.json").write_text(
+        json.dumps({"target": json.loads((tmp_path / "work" / "plan.json").read_text())["target"]})
+    )
+    further = replace(
+        settings,
+        draft=str(before),
+        layers=None,
+        block_size=None,
+        out=str(tmp_path / "draft"),
+        work=str(tmp_path / "work"),
+        fit=replace(FIT, learning_rate=1e-12),  # weights stay where they began
+    )
+    lines = []
+    after = train_draft(further, lines.append)
+    assert f"the fit begins with the draft {before}" in lines
+    first, second = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (after / "config.json").read_bytes() == (before / "config.json").read_bytes()
+    told = json.loads((after / "training.json").read_text())["start"]
+    assert told["fingerprint"] == draft_fingerprint(before)
+    assert told["training"] == json.loads((before / "training.json").read_text())
+    assert told["training"]["start"] is None
+    card = (after / "README.md").read_text()
+    assert "- began as: the draft `draft` (sha256 of settings and weights " in card
+    assert "--draft draft" in card and "--layers" not in card
+    assert read_ngrams(after) == read_ngrams(before)
+
+    other = replace(further, draft=None, layers=1, block_size=8)
+    with pytest.raises(ValueError, match="was begun with another draft to go on from"):
+        train_draft(other, lambda line: None)
+
+
+def test_what_a_draft_was_trained_on_stays_known_when_another_goes_on_from_it(tmp_path):
+    counts = RowCounts()
+    counts.ngrams |= ngram_hashes("one two three four five six seven eight nine ten a b c d")
+    assert len(counts.ngrams) == 2
+    write_manifest(tmp_path, counts, [], {})
+    assert read_ngrams(tmp_path) == counts.ngrams
+    assert read_ngrams(tmp_path / "none") == set()
+
+
+@pytest.mark.parametrize("form", [{"layers": 2}, {"block_size": 16}, {"taps": (1,)}])
+def test_a_draft_to_go_on_from_keeps_its_form(form):
+    with pytest.raises(ValueError, match=f"{next(iter(form))} cannot be given beside draft 'd'"):
+        TrainConfig(target="t", out="o", draft="d", **form)
+
+
+def test_a_draft_that_training_cannot_go_on_from_is_told_before_the_first_stage(
+    settings, llama_toy, tmp_path
+):
+    bare = replace(settings, layers=None, block_size=None, out=str(tmp_path / "d"))
+    with pytest.raises(ModelUnavailable, match=r"the draft .*nowhere' is neither a folder"):
+        train_draft(replace(bare, draft=str(tmp_path / "nowhere")))
+    for told, changes, error in (
+        ("is a DFlash 2 draft", {"dflash_config": SELECTS, "architectures": TWO}, UnsupportedDraft),
+        ("trained for another target", {"hidden_size": 32, "head_dim": 8}, WidthMismatch),
+    ):
+        folder = tmp_path / told.replace(" ", "-")
+        nested = draft_json()["dflash_config"] | changes.pop("dflash_config", {})
+        save_draft(folder, llama_toy.load().models.target.config, dflash_config=nested, **changes)
+        with pytest.raises(error, match=told):
+            train_draft(replace(bare, draft=str(folder)))
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    shutil.copy(llama_toy.draft / "config.json", folder)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        train_draft(replace(bare, draft=str(folder)))
+    assert not bare.work_folder.exists()
 
 
 @pytest.mark.slow
@@ -222,7 +308,12 @@ def test_a_set_whose_answers_all_loop_has_a_card_all_the_same():
         )
     )
     facts = {"target": "t", "layers": 1, "block_size": 8, "parameters": 1, "taps": [1]}
-    text = card(facts | {"mask_token": 2, "held_out": 1, "fit": {}}, RowCounts(), taus, "command")
+    text = card(
+        facts | {"mask_token": 2, "held_out": 1, "start": None, "fit": {}},
+        RowCounts(),
+        taus,
+        "command",
+    )
     assert "| all (1) | 8 | 1.90 (one prompt, no interval) | none |" in text
     assert "| some (2) | 8 | 1.90 [1.90, 1.90] | 1.90 (one prompt, no interval) (1) |" in text
 
@@ -300,6 +391,12 @@ def test_settings_are_checked():
             FitConfig(**wrong)
     with pytest.raises(ValueError, match="width is 1"):
         FitConfig(widths=((1, 0.5),))
+
+
+def test_whatever_the_cards_command_may_say_the_command_takes():
+    options = get_command(app).commands["train"].params
+    flags = {flag for option in options for flag in option.opts}
+    assert {f"--{name.replace('_', '-')}" for name in (*SETTINGS, *FIT_SETTINGS)} <= flags
 
 
 def test_widths_are_read_from_the_command_line_and_written_back():

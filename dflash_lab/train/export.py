@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.backends.torch_target import TorchTarget
 from dflash_lab.checkpoint import default_taps
-from dflash_lab.train.rows import NGRAM, RowCounts
+from dflash_lab.train.rows import NGRAM, NGRAM_BYTES, RowCounts
 
 TAPS = 5
+NGRAMS = "training_ngrams.bin"
 
 
 def pick_taps(target_layers: int) -> tuple[int, ...]:
@@ -113,10 +114,17 @@ def write_manifest(
         "ngrams": len(counts.ngrams),
     }
     (folder / "training.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    (folder / "training_ngrams.bin").write_bytes(b"".join(sorted(counts.ngrams)))
+    (folder / NGRAMS).write_bytes(b"".join(sorted(counts.ngrams)))
     pd.DataFrame(curve, columns=["step", "name", "slot", "value"]).to_parquet(
         folder / "curve.parquet", index=False
     )
+
+
+def read_ngrams(folder: Path) -> set[bytes]:
+    """The hashes that `write_manifest` left in a draft's folder; none where it left no file."""
+    path = folder / NGRAMS
+    content = path.read_bytes() if path.is_file() else b""
+    return {content[i : i + NGRAM_BYTES] for i in range(0, len(content), NGRAM_BYTES)}
 
 
 def card(
@@ -146,6 +154,7 @@ def card(
         "",
         "## Recipe",
         "",
+        f"- began as: {_beginning(facts['start'])}",
         *[f"- {name}: {value}" for name, value in facts["fit"].items()],
         "",
     ]
@@ -153,6 +162,14 @@ def card(
         lines += ["## Acceptance length", "", *_tau_lines(taus), ""]
     lines += ["## How to make it again", "", "```", command, "```", ""]
     return "\n".join(lines)
+
+
+def _beginning(start: Mapping[str, Any] | None) -> str:
+    if start is None:
+        return "the target's last layers"
+    before, draft = start["training"], f"the draft `{start['draft']}`"
+    told = "" if before is None else f", trained on {before['answer_tokens']:,} tokens before"
+    return f"{draft} (sha256 of settings and weights {start['fingerprint'][:12]}){told}"
 
 
 def _tau_lines(taus: pd.DataFrame) -> list[str]:

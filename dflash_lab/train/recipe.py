@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -16,19 +16,34 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from dflash_lab.backends.torch_model import DraftNetwork
+from dflash_lab.backends.torch_model import DraftNetwork, load_network
 from dflash_lab.backends.torch_session import (
+    check_fit,
     end_tokens,
     fast_bfloat16,
     pick_device,
     pick_dtype,
 )
 from dflash_lab.backends.torch_target import TorchTarget, load_target
-from dflash_lab.checkpoint import parse_draft_config
+from dflash_lab.checkpoint import (
+    DraftConfig,
+    UnsupportedDraft,
+    draft_fingerprint,
+    parse_draft_config,
+    read_draft_config,
+    read_json,
+)
 from dflash_lab.config import number, one_of, whole
 from dflash_lab.doctor import write_reference
 from dflash_lab.lease import Leases
-from dflash_lab.load import find_target, load_pair, load_tokenizer, target_fingerprint
+from dflash_lab.load import (
+    DRAFT_FILES,
+    find_target,
+    load_pair,
+    load_tokenizer,
+    resolve,
+    target_fingerprint,
+)
 from dflash_lab.prompts import DATA
 from dflash_lab.provenance import short_name
 from dflash_lab.train.evaluate import evaluate, question, questions, tau_table
@@ -37,6 +52,7 @@ from dflash_lab.train.export import (
     draft_json,
     pick_mask_token,
     pick_taps,
+    read_ngrams,
     write_draft,
     write_manifest,
 )
@@ -78,6 +94,10 @@ FEWEST_ROWS = 4
 SEED = 1  # of the order in which openings come
 LEAST_TOKENS = 2000  # of a stage: with less, time being up does not end it
 
+# What decides a draft's form, and what it is where nothing is said; taps and mask token are picked.
+FORM = ("layers", "block_size", "taps", "mask_token")
+LAYERS, BLOCK_SIZE = 2, 16
+
 # What the card's command names where it is not the usual value.
 SETTINGS = (
     "minutes",
@@ -87,10 +107,7 @@ SETTINGS = (
     "max_new_tokens",
     "temperature",
     "held_out",
-    "layers",
-    "block_size",
-    "taps",
-    "mask_token",
+    *FORM,
 )
 FIT_SETTINGS = (
     "steps",
@@ -127,8 +144,9 @@ class TrainConfig:
     temperature: float = 0.0  # of the answers
     slots: int = 128  # texts written at once
     held_out: int = 120  # prompts
-    layers: int = 2
-    block_size: int = 16
+    draft: str | None = None  # to go on from, in its own form; by default the target's last layers
+    layers: int | None = None  # 2
+    block_size: int | None = None  # 16
     taps: tuple[int, ...] | None = None
     mask_token: int | None = None
     dtype: str = "auto"  # of the target; "auto" is bfloat16 where that is faster
@@ -139,9 +157,18 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("framed_prompts", "written_prompts", "answer_tokens"):
             whole(name, getattr(self, name), 0, "0 leaves the stage out.")
-        for name in ("max_new_tokens", "slots", "held_out", "layers"):
+        for name in ("max_new_tokens", "slots", "held_out"):
             whole(name, getattr(self, name), 1, "")
-        whole("block_size", self.block_size, 2, "It counts the anchor, so 2 drafts one token.")
+        if self.layers is not None:
+            whole("layers", self.layers, 1, "")
+        if self.block_size is not None:
+            whole("block_size", self.block_size, 2, "It counts the anchor, so 2 drafts one token.")
+        shaped = [name for name in FORM if getattr(self, name) is not None]
+        if self.draft is not None and shaped:
+            raise ValueError(
+                f"{' and '.join(shaped)} cannot be given beside draft {self.draft!r}, which keeps "
+                "its own form. Leave out one or the other."
+            )
         one_of("until", self.until, STAGES)
         number("temperature", self.temperature, "a number from 0", lambda value: value >= 0)
         if self.minutes is not None:
@@ -188,9 +215,44 @@ class _Prepared:
     held_out: list[Row]
     counts: RowCounts
     cache: FeatureCache
-    raw: dict[str, Any]  # the draft's config.json
+    raw: Mapping[str, Any]  # the draft's config.json
     network: DraftNetwork
     settings: FitConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """The draft that a fit goes on from."""
+
+    network: DraftNetwork
+    raw: dict[str, Any]  # its config.json, which the new draft gets too
+    fingerprint: str
+    facts: dict[str, Any]  # for the card and training.json; with its own `training.json`, if any
+    ngrams: set[bytes]  # of the prompts that it was trained on, as far as it says
+
+    @classmethod
+    def read(cls, where: str, target: TorchTarget) -> _Start:
+        """Raises `CheckpointError` kinds for a draft that is faulty or not this target's."""
+        folder = resolve(where, None, "draft", (*DRAFT_FILES, "training*"))
+        config = read_draft_config(folder)
+        check_fit(target, config)
+        if config.dflash2 is not None:
+            raise UnsupportedDraft(
+                f"the draft in {where} is a DFlash 2 draft; training goes on from DFlash 1 drafts."
+            )
+        fingerprint, told = draft_fingerprint(folder), folder / "training.json"
+        network = load_network(folder, config, torch.float32, target.device)
+        return cls(
+            network=network.train().requires_grad_(True),
+            raw=read_json(folder / "config.json"),
+            fingerprint=fingerprint,
+            facts={
+                "draft": short_name(where),
+                "fingerprint": fingerprint,
+                "training": read_json(told) if told.is_file() else None,
+            },
+            ngrams=read_ngrams(folder),
+        )
 
 
 class _Recipe:
@@ -215,6 +277,7 @@ class _Recipe:
             {self.tokenizer.eos_token_id} - {None} if self.tokenizer is not None else frozenset()
         )
         self.vocabulary = self.target.embedding.weight.shape[0]
+        self.start = None if config.draft is None else _Start.read(config.draft, self.target)
         self._check_draft()
         self.given = [
             row
@@ -248,6 +311,7 @@ class _Recipe:
         """All stages before the fit, each of which is skipped where it is done."""
         self.plan = _Plan(self.work, self._name())  # the work folder is ours by now
         self._spare_other_drafts()
+        self._same_start()
         prompts = self._prompts()
         if self.config.until == "prompts":
             return None
@@ -256,15 +320,12 @@ class _Recipe:
             return None
         rows, counts = self._rows(prompts)
         train, held_out = split(rows, min(self.config.held_out, max(1, len(rows) // 10)))
-        raw = self._draft_json(rows)
-        cache = self._features([*train, *held_out], raw["dflash_config"]["target_layer_ids"])
+        raw = self._draft_json(rows) if self.start is None else self.start.raw
+        draft = parse_draft_config(raw)
+        cache = self._features([*train, *held_out], draft.target_layer_ids)
         if self.config.until == "features":
             return None
-        torch.manual_seed(self.config.fit.seed)
-        network = DraftNetwork(parse_draft_config(raw))
-        copied = warm_start(network, self.target)
-        network.to(self.target.device)
-        self.say(f"warm start: {copied} of {len(network.state_dict())} tensors from the target")
+        network = self._network(draft)
         return _Prepared(
             train=train,
             held_out=held_out,
@@ -274,6 +335,17 @@ class _Recipe:
             network=network,
             settings=self._settings(network, train, cache),
         )
+
+    def _network(self, draft: DraftConfig) -> DraftNetwork:
+        """The network as the fit begins."""
+        if self.start is not None:
+            self.say(f"the fit begins with the draft {self.config.draft}")
+            return self.start.network
+        torch.manual_seed(self.config.fit.seed)
+        network = DraftNetwork(draft)
+        copied = warm_start(network, self.target)
+        self.say(f"warm start: {copied} of {len(network.state_dict())} tensors from the target")
+        return network.to(self.target.device)
 
     def fit(self, prepared: _Prepared) -> tuple[DraftNetwork, list[dict[str, Any]]]:
         """The trained network and its curve; the stage that several processes share."""
@@ -306,6 +378,8 @@ class _Recipe:
             frame.to_parquet(out / "evaluation.parquet", index=False)
             taus = tau_table(frame)
         facts = self._facts(prepared)
+        if self.start is not None:  # what that draft was trained on, this one was too
+            prepared.counts.ngrams |= self.start.ngrams
         write_manifest(out, prepared.counts, curve, facts)
         (out / "README.md").write_text(card(facts, prepared.counts, taus, self._command()))
         self._reference(out)
@@ -324,6 +398,16 @@ class _Recipe:
                 f"{out} holds a draft that was not made from {self.work}. Name another folder "
                 "with --out, or take that draft away."
             )
+
+    def _same_start(self) -> None:
+        # A fit that was begun is gone on with from its checkpoint, whatever is named now.
+        start = None if self.start is None else self.start.fingerprint
+        if self.plan.get("start", start) != start:
+            raise ValueError(
+                f"the run in {self.work} was begun with another draft to go on from, or with none "
+                f"(now {self.config.draft}). Name the same one, or another folder with --work."
+            )
+        self.plan.put("start", start)
 
     def _reference(self, out: Path) -> None:
         """What the doctor later goes by, where the bundled prompts can be asked."""
@@ -441,7 +525,7 @@ class _Recipe:
         self, network: DraftNetwork, train: Sequence[Row], cache: FeatureCache
     ) -> FitConfig:
         """The fit's settings, with as many steps as the time allows; decided once and kept."""
-        limit = self.config.block_size
+        limit = network.config.trained_block_size
         settings = replace(
             self.config.fit,
             rows_a_step=min(self.config.fit.rows_a_step, len(train)),
@@ -492,7 +576,8 @@ class _Recipe:
             used = {token for row in rows for token in (*row.prompt_ids, *row.answer_ids)}
             mask = pick_mask_token(self.tokenizer, self.vocabulary, used)
         taps = pick_taps(len(self.target.layers)) if taps is None else taps
-        return draft_json(self.target, self.config.layers, self.config.block_size, taps, mask)
+        layers, block_size = self.config.layers or LAYERS, self.config.block_size or BLOCK_SIZE
+        return draft_json(self.target, layers, block_size, taps, mask)
 
     def _announce(self, stage: str, tokens: int, what: str) -> None:
         if self.plan.ended(stage) or tokens <= 0:
@@ -547,15 +632,17 @@ class _Recipe:
         return tell
 
     def _facts(self, prepared: _Prepared) -> dict[str, Any]:
+        draft = prepared.network.config
         return {
             "target": short_name(self.config.target),
             "target_fingerprint": target_fingerprint(self.folder),
             "license": _license(self.folder),
-            "layers": self.config.layers,
-            "block_size": self.config.block_size,
-            "taps": prepared.raw["dflash_config"]["target_layer_ids"],
-            "mask_token": prepared.raw["dflash_config"]["mask_token_id"],
-            "parameters": prepared.network.config.parameters,
+            "layers": draft.num_layers,
+            "block_size": draft.trained_block_size,
+            "taps": list(draft.target_layer_ids),
+            "mask_token": draft.mask_token,
+            "parameters": draft.parameters,
+            "start": None if self.start is None else self.start.facts,
             "held_out": len(prepared.held_out),
             "fit": asdict(prepared.settings),
         }
@@ -568,6 +655,7 @@ class _Recipe:
             "--rows": self.config.rows,
             "--forbidden": self.config.forbidden,
             "--evaluate": self.config.evaluate,
+            "--draft": [self.config.draft] if self.config.draft else [],
             "--out": [self.config.out],
         }
         for part, names in ((self.config, SETTINGS), (self.config.fit, FIT_SETTINGS)):
@@ -597,8 +685,8 @@ class _Plan:
             )
         self._save()
 
-    def get(self, name: str) -> Any:
-        return self.content.get(name)
+    def get(self, name: str, otherwise: Any = None) -> Any:
+        return self.content.get(name, otherwise)
 
     def put(self, name: str, value: Any) -> None:
         self.content[name] = value

@@ -14,6 +14,7 @@ from typing import Any
 from dflash_lab.load import flat_ids
 
 NGRAM = 13  # words; the usual length for calling two texts the same
+NGRAM_BYTES = 5  # of a run's hash
 LOOP_SPAN = 64  # tokens looked at together
 LOOP_SHARE = 0.5  # different 4-grams in such a span, below which it is a loop
 
@@ -50,7 +51,7 @@ def ngram_hashes(text: str) -> set[bytes]:
     """Five-byte hashes of the runs of 13 words in a text."""
     parts = words(text)
     runs = (" ".join(parts[i : i + NGRAM]) for i in range(len(parts) - NGRAM + 1))
-    return {hashlib.sha256(run.encode()).digest()[:5] for run in runs}
+    return {hashlib.sha256(run.encode()).digest()[:NGRAM_BYTES] for run in runs}
 
 
 def loop_start(ids: Sequence[int]) -> int | None:
