@@ -72,6 +72,8 @@ def test_the_draft_loads_and_decodes_with_its_target(trained, llama_toy):
     pair = load_pair(target=llama_toy.target, draft=folder, dtype="float32", device="cpu")
     assert pair.draft_config.block_size == 8
     assert len(pair.draft_config.layer_windows) == 1
+    modes = {path.name: oct(path.stat().st_mode) for path in folder.iterdir()}
+    assert len(set(modes.values())) == 1  # whoever may read the card may read the weights
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ from typing import Any
 
 import pandas as pd
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from dflash_lab.backends.torch_model import DraftNetwork
 from dflash_lab.backends.torch_target import TorchTarget
 from dflash_lab.checkpoint import default_taps
+from dflash_lab.store import write_atomic
 from dflash_lab.train.rows import NGRAM, NGRAM_BYTES, RowCounts
 
 TAPS = 5
@@ -93,8 +94,9 @@ def write_draft(folder: Path, network: DraftNetwork, raw: Mapping[str, Any]) -> 
         name: value.to("cpu", torch.bfloat16).contiguous()
         for name, value in network.state_dict().items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    # The library's own writing to a file leaves one that its owner alone may read.
+    write_atomic(folder / "model.safetensors", save(tensors, {"format": "pt"}))
+    write_atomic(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
 
 def write_manifest(
